@@ -1,0 +1,175 @@
+"""``QuadsNvfp4Config``: vLLM's quantization configuration of the method."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from quads_common.backend import choose_backend
+from quads_common.options import QUANT_METHOD, QuadsOptions
+from quads_common.placement import ModelFacts
+from vllm_quads.refusals import check_supported
+
+__all__ = ["ADDITIONAL_CONFIG_KEY", "QuadsNvfp4Config"]
+
+logger = init_logger(__name__)
+
+ADDITIONAL_CONFIG_KEY = "quads"  # --additional-config '{"quads": {...}}'
+
+
+class QuadsNvfp4Config(QuantizationConfig):
+    """Options of one model. Pickled into every worker, so it holds plain data only.
+
+    raw_options: what the checkpoint's or ``--hf-overrides``' quantization_config says. The options
+    in ``--additional-config`` are merged in when the first layer is made, where vLLM's configuration
+    is known.
+    """
+
+    def __init__(self, raw_options: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.raw_options = dict(raw_options or {})
+        self.options = QuadsOptions.from_dict(self.raw_options, "quantization_config")
+        self._ready = False
+        self.facts: ModelFacts | None = None
+        self.load_format = "auto"
+        self.backend = "undecided"
+
+    def get_name(self) -> str:
+        """Name of the method."""
+        return QUANT_METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Model dtypes. float16 is refused: GEMM outputs may pass 65504."""
+        return [torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """sm_80."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None: a BF16 checkpoint needs no configuration file."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "QuadsNvfp4Config":
+        """From the model's or ``--hf-overrides``' quantization_config."""
+        return cls(config)
+
+    @classmethod
+    def from_config_file(cls, path: str) -> "QuadsNvfp4Config":
+        """From ``--hf-overrides '{"quantization_config_file": path}'``."""
+        return cls.from_config_dict_json(Path(path).read_text())
+
+    @classmethod
+    def from_config_dict_json(cls, text: str) -> "QuadsNvfp4Config":
+        """From ``--hf-overrides '{"quantization_config_dict_json": text}'``."""
+        return cls(json.loads(text))
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> None:
+        """Refuse checkpoints that are already quantized; never claim one.
+
+        Raises:
+            ValueError: ``--quantization quads_nvfp4`` on a quantized checkpoint.
+        """
+        foreign = hf_quant_cfg.get("quant_method")
+        if user_quant == QUANT_METHOD and foreign != QUANT_METHOD:
+            raise ValueError(
+                f"the checkpoint is already quantized (quant_method {foreign!r}) and {QUANT_METHOD} "
+                "takes BF16 checkpoints: give it the BF16 one, or serve this one without "
+                f"--quantization {QUANT_METHOD}"
+            )
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of a layer; unquantized where placement says so."""
+        self._prepare()
+        if isinstance(layer, LinearBase):
+            from vllm_quads.linear import QuadsLinearMethod
+
+            if not self._decide(prefix):
+                return UnquantizedLinearMethod()
+            return QuadsLinearMethod(self.options, prefix, self.load_format)
+        if isinstance(layer, RoutedExperts):
+            from vllm_quads.fused_moe import QuadsMoEMethod
+
+            if not self._decide(prefix):
+                return None
+            return QuadsMoEMethod(self.options, layer, prefix, self.load_format)
+        if isinstance(layer, VocabParallelEmbedding) and self._decide(prefix):
+            raise ValueError(f"targets names {prefix!r}, but embeddings and lm_head stay BF16")
+        return None
+
+    def _prepare(self) -> None:
+        """Once per process, with vLLM's configuration at hand: merge options, refuse features."""
+        if self._ready:
+            return
+        vllm_config = get_current_vllm_config()
+        extra = additional_options(vllm_config.additional_config)
+        self.options = merge_options(self.raw_options, extra)
+        self.facts = ModelFacts.from_hf_config(vllm_config.model_config.hf_config)
+        self.load_format = str(vllm_config.load_config.load_format)
+        check_supported(vllm_config)
+        self.backend = choose_backend(self.options.backend, vllm_config.device_config.device_type)
+        logger.info_once(
+            "quads_nvfp4: method %s, act %s, targets %s, backend %s",
+            self.options.method,
+            self.options.act,
+            ",".join(self.options.targets),
+            self.backend,
+        )
+        self._ready = True
+
+    def _decide(self, prefix: str) -> bool:
+        """Placement of a layer by vLLM's name, which may be that of a fused group."""
+        assert self.facts is not None, f"{prefix=}"
+        parent, _, last = prefix.rpartition(".")
+        names = self.packed_modules_mapping.get(last, [last])
+        full = [f"{parent}.{name}" if parent else name for name in names]
+        return self.options.placement.decide_group(full, self.facts)
+
+
+def additional_options(additional_config: object) -> dict[str, Any]:
+    """The ``quads`` object of ``--additional-config``.
+
+    Raises:
+        ValueError: it is no object.
+    """
+    section = (
+        additional_config.get(ADDITIONAL_CONFIG_KEY, {})
+        if isinstance(additional_config, dict)
+        else {}
+    )
+    if not isinstance(section, dict):
+        raise ValueError(f"additional_config[{ADDITIONAL_CONFIG_KEY!r}] must be an object")
+    return section
+
+
+def merge_options(model_options: dict[str, Any], extra: dict[str, Any]) -> QuadsOptions:
+    """Options of both places as one.
+
+    Raises:
+        ValueError: the same key with different values, or an option error.
+    """
+    for key in model_options.keys() & extra.keys():
+        if model_options[key] != extra[key]:
+            raise ValueError(
+                f"{key!r} is {model_options[key]!r} in quantization_config and {extra[key]!r} in "
+                f"additional_config[{ADDITIONAL_CONFIG_KEY!r}]: give it once"
+            )
+    source = f"additional_config[{ADDITIONAL_CONFIG_KEY!r}]" if extra else "quantization_config"
+    return QuadsOptions.from_dict({**model_options, **extra}, source)

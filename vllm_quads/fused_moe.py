@@ -1,0 +1,175 @@
+"""Routed experts: gate and up of an expert share one global scale, down has its own."""
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+
+from quads_common.activation import Activation
+from quads_common.format import BLOCK_SIZE
+from quads_common.ops import quads_moe
+from quads_common.options import QuadsOptions
+from quads_common.weight_units import WeightUnits, check_incoming
+from vllm_quads.loading import add_quantized_weight, finish_loading, load_themselves
+
+__all__ = ["QuadsMoEMethod"]
+
+
+class QuadsMoEMethod(FusedMoEMethodBase):
+    """NVFP4 routed experts, quantized expert by expert while they load."""
+
+    def __init__(
+        self, options: QuadsOptions, layer: nn.Module, prefix: str, load_format: str
+    ) -> None:
+        super().__init__(layer.moe_config)
+        self.options = options
+        self.prefix = prefix
+        self.load_format = load_format
+        self.activation = Activation(
+            layer.activation.value, getattr(layer, "swiglu_limit", None)
+        )
+        if self.moe.has_bias:
+            raise NotImplementedError(
+                f"{prefix}: experts with biases are not supported; add it to ignore"
+            )
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs,
+    ) -> None:
+        """Register w13 [E, 2I, H/2], w2 [E, H, I/2] and scales; E and I are this rank's."""
+        tp_size = self.moe.moe_parallel_config.tp_size
+        for what, k, full in (
+            ("hidden size", hidden_size, hidden_size),
+            ("intermediate size", intermediate_size_per_partition, None),
+        ):
+            if k % BLOCK_SIZE:
+                full = full or intermediate_size_per_partition * tp_size
+                raise ValueError(
+                    f"{self.prefix}: {what} {full} over tensor parallel size {tp_size} leaves {k} "
+                    f"per rank, which cuts a block of {BLOCK_SIZE}"
+                )
+        gated = self.activation.gated
+        inner = intermediate_size_per_partition
+        rule = self.options.global_scale_rule
+        w13 = add_quantized_weight(
+            layer,
+            "w13_weight",
+            (num_experts, inner * (2 if gated else 1), hidden_size),
+            f"{self.prefix}.w13",
+            ("w1", "w3") if gated else ("w1",),
+            rule,
+        )
+        w2 = add_quantized_weight(
+            layer,
+            "w2_weight",
+            (num_experts, hidden_size, inner),
+            f"{self.prefix}.w2",
+            ("w2",),
+            rule,
+        )
+        loader = ExpertLoader(self.prefix, w13, w2, layer.expert_map_manager, self.moe)
+        layer.w13_weight.weight_loader = loader.load
+        layer.w2_weight.weight_loader = loader.load
+        load_themselves(layer, [w13, w2])
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Check that all experts came; safe to call any number of times."""
+        finish_loading(layer, self.load_format)
+
+    def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
+        """None: ``apply`` does everything itself."""
+        return None
+
+    def maybe_make_prepare_finalize(self, routing_tables=None) -> None:
+        """None: no modular kernel (asked by vLLM up to 0.31 only)."""
+        return None
+
+    def apply(
+        self,
+        layer: nn.Module,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts=None,
+        shared_experts_input=None,
+    ) -> torch.Tensor:
+        """[T, H] -> [T, H], the part of this rank's experts or shards; vLLM reduces."""
+        return quads_moe(
+            x,
+            layer.w13_weight,
+            layer.w13_weight_scale,
+            layer.w13_weight_global_scale,
+            layer.w2_weight,
+            layer.w2_weight_scale,
+            layer.w2_weight_global_scale,
+            topk_weights,
+            topk_ids,
+            layer.expert_map,
+            self.activation.name,
+            self.activation.limit,
+            self.options.act,
+            layer.apply_router_weight_on_input,
+        )
+
+
+class ExpertLoader:
+    """Takes full expert matrices (or [E, N, K] stacks) and writes this rank's share to the units."""
+
+    def __init__(self, prefix: str, w13: WeightUnits, w2: WeightUnits, expert_map_manager, moe):
+        self.prefix = prefix
+        self.w13 = w13
+        self.w2 = w2
+        self.expert_map_manager = expert_map_manager
+        self.tp_rank = moe.moe_parallel_config.tp_rank
+        self.tp_size = moe.moe_parallel_config.tp_size
+
+    def load(
+        self,
+        param: nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """``RoutedExperts.weight_loader``'s signature; ``param`` is never read or written.
+
+        expert_id is global. Experts of other ranks return False. A 3-D tensor holds one matrix per
+        global expert.
+        """
+        if loaded_weight.ndim == 3:
+            results = [
+                self._load_expert(matrix, f"{self.prefix}.{e}.{shard_id}", shard_id, e)
+                for e, matrix in enumerate(loaded_weight)
+            ]
+            success = any(results)
+        else:
+            source = f"{self.prefix}.{expert_id}.{shard_id}"
+            success = self._load_expert(loaded_weight, source, shard_id, expert_id)
+        return success if return_success else None
+
+    def _load_expert(
+        self, matrix: torch.Tensor, source: str, shard_id: str, expert_id: int
+    ) -> bool:
+        unit = self.expert_map_manager.map_global_to_local(expert_id)
+        if unit == -1:
+            return False
+        units = self.w2 if shard_id == "w2" else self.w13
+        if shard_id not in units.parts:
+            raise ValueError(f"{source}: shard id {shard_id!r} is not one of w1, w2, w3")
+        _, hidden, half_inner = self.w2.packed.shape
+        inner = half_inner * 2
+        full = (hidden, inner * self.tp_size) if shard_id == "w2" else (inner * self.tp_size, hidden)
+        check_incoming(matrix, full, source)
+        dim = 1 if shard_id == "w2" else 0
+        shard = matrix.narrow(dim, self.tp_rank * inner, inner)
+        stage = units.stage(unit)
+        first_row = inner if shard_id == "w3" else 0
+        stage[first_row : first_row + shard.shape[0]].copy_(shard)
+        units.arrived(unit, [shard_id], matrix, source)
+        return True

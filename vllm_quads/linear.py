@@ -1,0 +1,125 @@
+"""Linear layers: the parts of a fused group share one global scale and are quantized together."""
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+
+from quads_common.format import BLOCK_SIZE
+from quads_common.ops import quads_linear
+from quads_common.options import QuadsOptions
+from quads_common.weight_units import WeightUnits, check_incoming
+from vllm_quads.loading import add_quantized_weight, finish_loading, load_themselves
+
+__all__ = ["QuadsLinearMethod"]
+
+
+class QuadsLinearMethod(LinearMethodBase):
+    """NVFP4 linear layer, quantized while it loads."""
+
+    def __init__(self, options: QuadsOptions, prefix: str, load_format: str) -> None:
+        self.options = options
+        self.prefix = prefix
+        self.load_format = load_format
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs,
+    ) -> None:
+        """Register ``weight`` [N, K/2] and its scales; N and K are this rank's."""
+        if input_size_per_partition % BLOCK_SIZE:
+            raise ValueError(
+                f"{self.prefix}: K = {input_size} over tensor parallel size "
+                f"{input_size // input_size_per_partition} leaves {input_size_per_partition} per "
+                f"rank, which cuts a block of {BLOCK_SIZE}"
+            )
+        layer.logical_widths = output_partition_sizes
+        layer.input_size_per_partition = input_size_per_partition
+        layer.output_size_per_partition = sum(output_partition_sizes)
+        parts = _part_sizes(layer, output_size)
+        units = add_quantized_weight(
+            layer,
+            "weight",
+            (sum(output_partition_sizes), input_size_per_partition),
+            self.prefix,
+            list(parts),
+            self.options.global_scale_rule,
+        )
+        loader = LinearLoader(units, parts, input_size, extra_weight_attrs["weight_loader"])
+        layer.weight.weight_loader = loader.load
+        load_themselves(layer, [units])
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Check that all weights came; safe to call any number of times."""
+        finish_loading(layer, self.load_format)
+
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[..., K] -> [..., N]."""
+        return quads_linear(
+            x,
+            layer.weight,
+            layer.weight_scale,
+            layer.weight_global_scale,
+            bias,
+            self.options.act,
+        )
+
+
+class LinearLoader:
+    """Takes full checkpoint tensors of a linear group; vLLM's own loader cuts this rank's shard.
+
+    parts: shard id as text -> rows of the full, unsharded part. input_size: full K.
+    engine_loader: the layer's ``weight_loader``.
+    """
+
+    def __init__(self, units: WeightUnits, parts: dict[str, int], input_size: int, engine_loader):
+        self.units = units
+        self.parts = parts
+        self.input_size = input_size
+        self.engine_loader = engine_loader
+
+    def load(self, param: nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id=None) -> None:
+        """The parameter's ``weight_loader``; ``param`` itself is never read or written."""
+        parts = self._parts_of(loaded_shard_id)
+        source = self.units.name
+        if parts != list(self.parts):
+            source += f" ({', '.join(parts)})"
+        rows = sum(self.parts[part] for part in parts)
+        check_incoming(loaded_weight, (rows, self.input_size), source)
+        stage = nn.Parameter(self.units.stage(0), requires_grad=False)
+        stage.output_dim, stage.input_dim = 0, 1
+        args = () if loaded_shard_id is None else (loaded_shard_id,)
+        self.engine_loader(stage, loaded_weight, *args)
+        self.units.arrived(0, parts, loaded_weight, source)
+
+    def _parts_of(self, shard_id: str | int | tuple[int, ...] | None) -> list[str]:
+        if shard_id is None:
+            return list(self.parts)
+        ids = shard_id if isinstance(shard_id, tuple) else (shard_id,)
+        return [str(i) for i in ids]
+
+
+def _part_sizes(layer: nn.Module, output_size: int) -> dict[str, int]:
+    """Shard id of vLLM's loaders (as text) -> rows in the checkpoint, in order."""
+    if isinstance(layer, QKVParallelLinear):
+        value_size = getattr(layer, "v_head_size", layer.head_size)
+        return {
+            "q": layer.total_num_heads * layer.head_size,
+            "k": layer.total_num_kv_heads * layer.head_size,
+            "v": layer.total_num_kv_heads * value_size,
+        }
+    if isinstance(layer, MergedColumnParallelLinear) and not isinstance(layer, RowParallelLinear):
+        return {str(i): size for i, size in enumerate(layer.output_sizes)}
+    return {"weight": output_size}

@@ -1,0 +1,131 @@
+"""How vLLM hands checkpoint tensors to the units, and how its layerwise reload is kept out.
+
+A quantized layer registers its packed tensors as parameters under the names that models load
+(``weight``, ``w13_weight``, ``w2_weight``), each with a loader that takes the full BF16 tensor. The
+same loader serves the first load and every later sync, whatever path it takes.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
+
+from quads_common.format import BLOCK_SIZE, check_block_aligned
+from quads_common.weight_units import WeightUnits
+
+__all__ = ["add_quantized_weight", "finish_loading", "load_themselves", "refuse_scale"]
+
+logger = init_logger(__name__)
+
+# Loaders that hand out checkpoint tensors; the others copy into parameters behind our back.
+LOAD_FORMATS = (
+    "auto",
+    "dummy",
+    "fastsafetensors",
+    "hf",
+    "instanttensor",
+    "mistral",
+    "npcache",
+    "pt",
+    "runai_streamer",
+    "safetensors",
+)
+
+
+class SelfLoadingInfo(LayerReloadingInfo):
+    """Makes vLLM's layerwise reload leave a layer alone, except for calling it back at the end.
+
+    That machinery turns parameters into BF16 on the meta device, buffers whatever arrives until a
+    count of elements is reached, and only then lets the method quantize: it holds whole layers in
+    BF16, and a shard sent twice completes the count while another is still missing. A layer whose
+    info always reports "already set up, nothing loaded" is passed over by
+    ``initialize_layerwise_reload``, keeps its own loaders, and gets
+    ``process_weights_after_loading`` from ``finalize_layerwise_reload``.
+    """
+
+    def __init__(self, on_boundary: Callable[[], None]) -> None:
+        super().__init__(restore_metadata=({}, {}), restore_device=torch.device("cpu"))
+        self._on_boundary = on_boundary
+
+    def can_load(self) -> bool:
+        """Asked at the start and at the end of a reload: both end what was going on before."""
+        self._on_boundary()
+        return True
+
+    def reset(self) -> None:
+        """Nothing to forget but the meta copies that vLLM recorded; they refer to the layer."""
+        self.restore_metadata = ({}, {})
+
+
+def add_quantized_weight(
+    layer: nn.Module,
+    name: str,
+    shape: tuple[int, ...],
+    units: str,
+    parts: Sequence[str],
+    rule: str,
+) -> WeightUnits:
+    """Register the packed tensors of a [U, N, K] (or [N, K]) weight and return their units.
+
+    Parameters: ``name`` uint8 [..., K/2], ``name_scale`` float8_e4m3fn [..., K/16] and
+    ``name_global_scale`` float32 [U]. units: name for messages.
+    """
+    *lead, k = shape
+    check_block_aligned(k, units)
+    packed = nn.Parameter(torch.zeros((*lead, k // 2), dtype=torch.uint8), requires_grad=False)
+    scale_bytes = torch.zeros((*lead, k // BLOCK_SIZE), dtype=torch.uint8)
+    scale = nn.Parameter(scale_bytes.view(torch.float8_e4m3fn), requires_grad=False)
+    count = shape[0] if len(shape) == 3 else 1
+    global_scale = nn.Parameter(torch.ones(count, dtype=torch.float32), requires_grad=False)
+    layer.register_parameter(name, packed)
+    layer.register_parameter(f"{name}_scale", scale)
+    layer.register_parameter(f"{name}_global_scale", global_scale)
+    for parameter in (scale, global_scale):
+        parameter.weight_loader = refuse_scale
+    stacked = (count, *shape[-2:-1], -1)
+    return WeightUnits(
+        units, parts, packed.data.view(stacked), scale.data.view(stacked), global_scale.data, rule
+    )
+
+
+def refuse_scale(param: nn.Parameter, loaded_weight: torch.Tensor, *args, **kwargs) -> None:
+    """Loader of the scale parameters: no BF16 checkpoint holds them."""
+    raise ValueError(
+        "the checkpoint holds quantization scales: quads_nvfp4 quantizes BF16 checkpoints; serve a "
+        "quantized one without --quantization quads_nvfp4"
+    )
+
+
+def load_themselves(layer: nn.Module, all_units: Sequence[WeightUnits]) -> None:
+    """Keep vLLM's layerwise reload away from ``layer``; its boundaries drop incomplete units."""
+    layer.quads_units = tuple(all_units)
+    LAYERWISE_INFO[layer] = SelfLoadingInfo(lambda: report_and_drop(all_units))
+
+
+def report_and_drop(all_units: Sequence[WeightUnits]) -> None:
+    """End of whatever sync was going on: what is incomplete is reported and freed."""
+    for units in all_units:
+        for sentence in units.drop_open():
+            logger.warning("Incomplete weight update: %s", sentence)
+
+
+def finish_loading(layer: nn.Module, load_format: str) -> None:
+    """``process_weights_after_loading``: idempotent, every unit must hold weights by now.
+
+    Raises:
+        ValueError: units that never got weights, by name.
+    """
+    report_and_drop(layer.quads_units)
+    LAYERWISE_INFO[layer].reset()
+    for units in layer.quads_units:
+        if load_format == "dummy" and not units.loaded:
+            units.fill_dummy()
+        missing = units.missing()
+        if missing:
+            raise ValueError(
+                f"{units.name}: no weights for units {missing} of {units.count}; the checkpoint is "
+                "incomplete"
+            )

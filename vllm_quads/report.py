@@ -1,0 +1,59 @@
+"""What was quantized: a worker method for ``collective_rpc`` and one log line after loading."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+
+from vllm_quads.config import QuadsNvfp4Config
+
+__all__ = ["model_report", "quads_report"]
+
+
+def quads_report(worker: Any) -> dict[str, Any]:
+    """Worker method: the report of this worker's model. Raises if the method is not in use."""
+    runner = worker.model_runner
+    config = runner.vllm_config.quant_config
+    if not isinstance(config, QuadsNvfp4Config):
+        raise ValueError("this engine does not use --quantization quads_nvfp4")
+    return model_report(runner.get_model(), config)
+
+
+def model_report(model: nn.Module, config: QuadsNvfp4Config) -> dict[str, Any]:
+    """Counts of layers (linear layers and MoE blocks) and weight bytes of this rank."""
+    quantized = kept = bytes_before = bytes_after = 0
+    for module in model.modules():
+        units = getattr(module, "quads_units", None)
+        if units is not None:
+            quantized += 1
+            for unit in units:
+                elements = unit.packed.numel() * 2
+                bytes_before += elements * torch.bfloat16.itemsize
+                bytes_after += sum(
+                    t.nbytes for t in (unit.packed, unit.block_scale, unit.global_scale)
+                )
+        elif isinstance(module, LinearBase | RoutedExperts):
+            kept += 1
+    other = sum(p.nbytes for p in _unquantized_parameters(model))
+    return {
+        "method": config.options.method,
+        "act": config.options.act,
+        "backend": config.backend,
+        "layers_quantized": quantized,
+        "layers_kept": kept,
+        "bytes_before": bytes_before + other,
+        "bytes_after": bytes_after + other,
+    }
+
+
+def _unquantized_parameters(model: nn.Module) -> list[nn.Parameter]:
+    packed = {
+        id(parameter)
+        for module in model.modules()
+        if hasattr(module, "quads_units")
+        for name, parameter in module.named_parameters(recurse=False)
+        if not name.endswith("bias")
+    }
+    return [p for p in model.parameters() if id(p) not in packed]
