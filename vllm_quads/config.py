@@ -9,7 +9,7 @@ from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
@@ -19,6 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from quads_common.backend import choose_backend
 from quads_common.options import QUANT_METHOD, QuadsOptions
 from quads_common.placement import ModelFacts
+from vllm_quads.kept import kept_embedding_method, kept_linear_method
 from vllm_quads.refusals import check_supported
 
 __all__ = ["ADDITIONAL_CONFIG_KEY", "QuadsNvfp4Config"]
@@ -102,16 +103,18 @@ class QuadsNvfp4Config(QuantizationConfig):
             from vllm_quads.linear import QuadsLinearMethod
 
             if not self._decide(prefix):
-                return UnquantizedLinearMethod()
-            return QuadsLinearMethod(self.options, prefix, self.load_format)
+                return kept_linear_method()
+            return QuadsLinearMethod(self.options, prefix, self._members(prefix), self.load_format)
         if isinstance(layer, RoutedExperts):
             from vllm_quads.fused_moe import QuadsMoEMethod
 
             if not self._decide(prefix):
                 return None
             return QuadsMoEMethod(self.options, layer, prefix, self.load_format)
-        if isinstance(layer, VocabParallelEmbedding) and self._decide(prefix):
-            raise ValueError(f"targets names {prefix!r}, but embeddings and lm_head stay BF16")
+        if isinstance(layer, VocabParallelEmbedding):
+            if self._decide(prefix):
+                raise ValueError(f"targets names {prefix!r}, but embeddings and lm_head stay BF16")
+            return kept_embedding_method()
         return None
 
     def _prepare(self) -> None:
@@ -134,13 +137,16 @@ class QuadsNvfp4Config(QuantizationConfig):
         )
         self._ready = True
 
+    def _members(self, prefix: str) -> list[str]:
+        """Checkpoint names of what vLLM holds in one layer: q, k, v or gate, up; else itself."""
+        parent, _, last = prefix.rpartition(".")
+        names = self.packed_modules_mapping.get(last, [last])
+        return [f"{parent}.{name}" if parent else name for name in names]
+
     def _decide(self, prefix: str) -> bool:
         """Placement of a layer by vLLM's name, which may be that of a fused group."""
         assert self.facts is not None, f"{prefix=}"
-        parent, _, last = prefix.rpartition(".")
-        names = self.packed_modules_mapping.get(last, [last])
-        full = [f"{parent}.{name}" if parent else name for name in names]
-        return self.options.placement.decide_group(full, self.facts)
+        return self.options.placement.decide_group(self._members(prefix), self.facts)
 
 
 def additional_options(additional_config: object) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from quads_common.activation import Activation
 from quads_common.format import BLOCK_SIZE
 from quads_common.ops import quads_moe
 from quads_common.options import QuadsOptions
-from quads_common.weight_units import WeightUnits, check_incoming
+from quads_common.weight_units import Region, WeightUnits, check_incoming
 from vllm_quads.loading import add_quantized_weight, finish_loading, load_themselves
 
 __all__ = ["QuadsMoEMethod"]
@@ -24,9 +24,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         self.options = options
         self.prefix = prefix
         self.load_format = load_format
-        self.activation = Activation(
-            layer.activation.value, getattr(layer, "swiglu_limit", None)
-        )
+        self.activation = Activation(layer.activation.value, getattr(layer, "swiglu_limit", None))
         if self.moe.has_bias:
             raise NotImplementedError(
                 f"{prefix}: experts with biases are not supported; add it to ignore"
@@ -56,12 +54,14 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         gated = self.activation.gated
         inner = intermediate_size_per_partition
         rule = self.options.global_scale_rule
+        shards = ExpertShards(self.prefix, layer.expert_map, self.moe, hidden_size, inner, gated)
         w13 = add_quantized_weight(
             layer,
             "w13_weight",
             (num_experts, inner * (2 if gated else 1), hidden_size),
             f"{self.prefix}.w13",
             ("w1", "w3") if gated else ("w1",),
+            shards.w13,
             rule,
         )
         w2 = add_quantized_weight(
@@ -70,6 +70,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             (num_experts, hidden_size, inner),
             f"{self.prefix}.w2",
             ("w2",),
+            shards.w2,
             rule,
         )
         loader = ExpertLoader(self.prefix, w13, w2, layer.expert_map_manager, self.moe)
@@ -115,6 +116,40 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             self.options.act,
             layer.apply_router_weight_on_input,
         )
+
+
+class ExpertShards:
+    """Where this rank's expert weights lie in the checkpoint's: names and offsets.
+
+    expert_map: [global experts] local id or -1, None without expert parallelism.
+    """
+
+    def __init__(self, prefix: str, expert_map, moe, hidden: int, inner: int, gated: bool) -> None:
+        self.prefix = prefix
+        self.hidden = hidden
+        self.inner = inner
+        self.gated = gated
+        self.tp_rank = moe.moe_parallel_config.tp_rank
+        self.full_inner = inner * moe.moe_parallel_config.tp_size
+        mapping = range(moe.num_experts) if expert_map is None else expert_map.tolist()
+        self.global_ids = {local: e for e, local in enumerate(mapping) if local >= 0}
+
+    def w13(self, unit: int) -> list[Region]:
+        """Rows [gate | up] of a local expert; the full tensor has all gate rows first."""
+        full = (self.full_inner * (2 if self.gated else 1), self.hidden)
+        name = f"{self.prefix}.{self.global_ids[unit]}.w13"
+        start = self.tp_rank * self.inner
+        regions = [Region(name, 0, self.inner, start, 0, full)]
+        if self.gated:
+            up = self.full_inner + start
+            regions.append(Region(name, self.inner, self.inner, up, 0, full))
+        return regions
+
+    def w2(self, unit: int) -> list[Region]:
+        """All rows of a local expert, this rank's columns."""
+        name = f"{self.prefix}.{self.global_ids[unit]}.w2"
+        full = (self.hidden, self.full_inner)
+        return [Region(name, 0, self.hidden, 0, self.tp_rank * self.inner, full)]
 
 
 class ExpertLoader:
@@ -164,7 +199,9 @@ class ExpertLoader:
             raise ValueError(f"{source}: shard id {shard_id!r} is not one of w1, w2, w3")
         _, hidden, half_inner = self.w2.packed.shape
         inner = half_inner * 2
-        full = (hidden, inner * self.tp_size) if shard_id == "w2" else (inner * self.tp_size, hidden)
+        full = (
+            (hidden, inner * self.tp_size) if shard_id == "w2" else (inner * self.tp_size, hidden)
+        )
         check_incoming(matrix, full, source)
         dim = 1 if shard_id == "w2" else 0
         shard = matrix.narrow(dim, self.tp_rank * inner, inner)

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.linear import (
 from quads_common.format import BLOCK_SIZE
 from quads_common.ops import quads_linear
 from quads_common.options import QuadsOptions
-from quads_common.weight_units import WeightUnits, check_incoming
+from quads_common.weight_units import Region, WeightUnits, check_incoming
 from vllm_quads.loading import add_quantized_weight, finish_loading, load_themselves
 
 __all__ = ["QuadsLinearMethod"]
@@ -21,9 +21,13 @@ __all__ = ["QuadsLinearMethod"]
 class QuadsLinearMethod(LinearMethodBase):
     """NVFP4 linear layer, quantized while it loads."""
 
-    def __init__(self, options: QuadsOptions, prefix: str, load_format: str) -> None:
+    def __init__(
+        self, options: QuadsOptions, prefix: str, members: list[str], load_format: str
+    ) -> None:
+        """members: checkpoint names of the modules that vLLM fuses into ``prefix``."""
         self.options = options
         self.prefix = prefix
+        self.members = members
         self.load_format = load_format
 
     def create_weights(
@@ -47,12 +51,16 @@ class QuadsLinearMethod(LinearMethodBase):
         layer.input_size_per_partition = input_size_per_partition
         layer.output_size_per_partition = sum(output_partition_sizes)
         parts = _part_sizes(layer, output_size)
+        regions = _regions(
+            layer, self.members, parts, output_partition_sizes, input_size_per_partition, input_size
+        )
         units = add_quantized_weight(
             layer,
             "weight",
             (sum(output_partition_sizes), input_size_per_partition),
             self.prefix,
             list(parts),
+            lambda unit: regions,
             self.options.global_scale_rule,
         )
         loader = LinearLoader(units, parts, input_size, extra_weight_attrs["weight_loader"])
@@ -123,3 +131,26 @@ def _part_sizes(layer: nn.Module, output_size: int) -> dict[str, int]:
     if isinstance(layer, MergedColumnParallelLinear) and not isinstance(layer, RowParallelLinear):
         return {str(i): size for i, size in enumerate(layer.output_sizes)}
     return {"weight": output_size}
+
+
+def _regions(
+    layer: nn.Module,
+    members: list[str],
+    parts: dict[str, int],
+    partition_sizes: list[int],
+    k: int,
+    full_k: int,
+) -> list[Region]:
+    """This rank's rows and columns of each member, from the sizes vLLM gave the layer."""
+    if len(members) != len(parts):  # fused in the checkpoint already, or not fused at all
+        parts, partition_sizes = {"weight": sum(parts.values())}, [sum(partition_sizes)]
+    regions, first_row = [], 0
+    k_offset = layer.tp_rank * k if k < full_k else 0
+    for name, (part, full_rows), rows in zip(members, parts.items(), partition_sizes, strict=True):
+        rank = layer.tp_rank
+        if part in ("k", "v"):  # fewer heads than ranks: several ranks hold the same ones
+            rank //= layer.num_kv_head_replicas
+        row_offset = rank * rows if rows < full_rows else 0
+        regions.append(Region(name, first_row, rows, row_offset, k_offset, (full_rows, full_k)))
+        first_row += rows
+    return regions

@@ -13,8 +13,8 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
-from quads_common.format import BLOCK_SIZE, check_block_aligned
-from quads_common.weight_units import WeightUnits
+from quads_common.format import BLOCK_SIZE, GlobalScaleRule, check_block_aligned
+from quads_common.weight_units import Region, WeightUnits
 
 __all__ = ["add_quantized_weight", "finish_loading", "load_themselves", "refuse_scale"]
 
@@ -46,7 +46,7 @@ class SelfLoadingInfo(LayerReloadingInfo):
     ``process_weights_after_loading`` from ``finalize_layerwise_reload``.
     """
 
-    def __init__(self, on_boundary: Callable[[], None]) -> None:
+    def __init__(self, on_boundary: Callable[[], object]) -> None:
         super().__init__(restore_metadata=({}, {}), restore_device=torch.device("cpu"))
         self._on_boundary = on_boundary
 
@@ -66,7 +66,8 @@ def add_quantized_weight(
     shape: tuple[int, ...],
     units: str,
     parts: Sequence[str],
-    rule: str,
+    regions: Callable[[int], list[Region]],
+    rule: GlobalScaleRule,
 ) -> WeightUnits:
     """Register the packed tensors of a [U, N, K] (or [N, K]) weight and return their units.
 
@@ -87,7 +88,13 @@ def add_quantized_weight(
         parameter.weight_loader = refuse_scale
     stacked = (count, *shape[-2:-1], -1)
     return WeightUnits(
-        units, parts, packed.data.view(stacked), scale.data.view(stacked), global_scale.data, rule
+        units,
+        parts,
+        packed.data.view(stacked),
+        scale.data.view(stacked),
+        global_scale.data,
+        regions,
+        rule,
     )
 
 
@@ -105,11 +112,12 @@ def load_themselves(layer: nn.Module, all_units: Sequence[WeightUnits]) -> None:
     LAYERWISE_INFO[layer] = SelfLoadingInfo(lambda: report_and_drop(all_units))
 
 
-def report_and_drop(all_units: Sequence[WeightUnits]) -> None:
-    """End of whatever sync was going on: what is incomplete is reported and freed."""
-    for units in all_units:
-        for sentence in units.drop_open():
-            logger.warning("Incomplete weight update: %s", sentence)
+def report_and_drop(all_units: Sequence[WeightUnits]) -> list[str]:
+    """End of whatever sync was going on: what is incomplete is logged, freed and returned."""
+    dropped = [sentence for units in all_units for sentence in units.drop_open()]
+    for sentence in dropped:
+        logger.warning("Incomplete weight update: %s", sentence)
+    return dropped
 
 
 def finish_loading(layer: nn.Module, load_format: str) -> None:

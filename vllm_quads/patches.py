@@ -5,6 +5,10 @@
    vLLM offers plugins no hook between argument parsing and the model configuration.
 2. ``WorkerBase``: methods added (none replaced) so that ``collective_rpc("quads_...")`` finds them
    without occupying ``worker_extension_cls``, which trainers use themselves.
+3. ``EngineCore.reset_prefix_cache``: trainers that call nothing after loading call this; it is the
+   boundary at which incomplete units are reported and dropped. Only the scheduler hears of it.
+4. ``WorkerWrapperBase.execute_model``, ``.sleep``, ``.wake_up``: after sleep level 2 the weights are
+   gone, and a model must not run on what lies in their place. All executors go through this class.
 """
 
 import fnmatch
@@ -14,10 +18,13 @@ from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
-from vllm.v1.worker.worker_base import WorkerBase
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
 from quads_common.options import QUANT_METHOD, QuadsOptions, read_environment_options
 from vllm_quads.config import ADDITIONAL_CONFIG_KEY, additional_options
+from vllm_quads.report import quads_report
+from vllm_quads.sync import mark_lost, quads_end_sync, quads_fingerprints, raise_if_lost
 
 __all__ = ["ENVIRONMENT_VARIABLE", "apply"]
 
@@ -25,12 +32,15 @@ logger = init_logger(__name__)
 
 ENVIRONMENT_VARIABLE = "VLLM_QUADS_CONFIG"
 _PATCHED = "_quads_patched"
+_WEIGHTS_LOST = "_quads_weights_lost"
 
 
 def apply() -> None:
-    """Install both; does nothing the second time."""
+    """Install them; does nothing the second time."""
     _patch_create_model_config()
     _add_worker_methods()
+    _patch_reset_prefix_cache()
+    _patch_worker_wrapper()
 
 
 def _patch_create_model_config() -> None:
@@ -89,8 +99,51 @@ def _complete_hf_overrides(args: EngineArgs) -> None:
 
 
 def _add_worker_methods() -> None:
-    from vllm_quads.report import quads_report
-
-    for method in (quads_report,):
+    for method in (quads_report, quads_fingerprints, quads_end_sync):
         if not hasattr(WorkerBase, method.__name__):
             setattr(WorkerBase, method.__name__, method)
+
+
+def _patch_reset_prefix_cache() -> None:
+    original = EngineCore.reset_prefix_cache
+    if hasattr(original, _PATCHED):
+        return
+
+    @functools.wraps(original)
+    def reset_prefix_cache(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
+        if self.vllm_config.model_config.quantization == QUANT_METHOD:
+            self.model_executor.collective_rpc("quads_end_sync")
+        return original(self, *args, **kwargs)
+
+    setattr(reset_prefix_cache, _PATCHED, True)
+    EngineCore.reset_prefix_cache = reset_prefix_cache
+
+
+def _patch_worker_wrapper() -> None:
+    original = WorkerWrapperBase.execute_model
+    if hasattr(original, _PATCHED):
+        return
+
+    @functools.wraps(original)
+    def execute_model(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, _WEIGHTS_LOST, False):
+            raise_if_lost(self.worker.model_runner.get_model())
+            setattr(self, _WEIGHTS_LOST, False)
+        return original(self, *args, **kwargs)
+
+    def sleep(self: WorkerWrapperBase, level: int = 1) -> None:
+        self.worker.sleep(level=level)
+        quantized = self.worker.vllm_config.model_config.quantization == QUANT_METHOD
+        if level == 2 and quantized and self.worker.device.type != "cpu":  # a CPU never sleeps
+            mark_lost(self.worker.model_runner.get_model())
+            setattr(self, _WEIGHTS_LOST, True)
+
+    def wake_up(self: WorkerWrapperBase, tags: list[str] | None = None) -> None:
+        self.worker.wake_up(tags=tags)
+        if self.worker.vllm_config.model_config.quantization == QUANT_METHOD:
+            quads_end_sync(self.worker)
+
+    setattr(execute_model, _PATCHED, True)
+    WorkerWrapperBase.execute_model = execute_model
+    WorkerWrapperBase.sleep = sleep  # reached through __getattr__ until now
+    WorkerWrapperBase.wake_up = wake_up

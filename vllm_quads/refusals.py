@@ -44,4 +44,6 @@ def check_supported(vllm_config: VllmConfig) -> None:
 def _offloads(offload: object) -> bool:
     uva = getattr(offload, "uva", None)
     prefetch = getattr(offload, "prefetch", None)
-    return bool(getattr(uva, "cpu_offload_gb", 0)) or bool(getattr(prefetch, "offload_group_size", 0))
+    return bool(getattr(uva, "cpu_offload_gb", 0)) or bool(
+        getattr(prefetch, "offload_group_size", 0)
+    )

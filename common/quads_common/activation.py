@@ -9,9 +9,7 @@ __all__ = ["ACTIVATIONS", "Activation", "ActivationName"]
 
 # "swiglu": silu(gate) * up. "swigluoai": gpt-oss' clamped form on interleaved gate/up columns.
 # "*_no_mul": not gated (Nemotron-H uses relu2_no_mul).
-ActivationName = Literal[
-    "silu", "swigluoai", "silu_no_mul", "gelu_no_mul", "relu2_no_mul"
-]
+ActivationName = Literal["silu", "swigluoai", "silu_no_mul", "gelu_no_mul", "relu2_no_mul"]
 ACTIVATIONS: tuple[str, ...] = get_args(ActivationName)
 
 

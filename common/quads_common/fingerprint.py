@@ -7,13 +7,22 @@ tensor lies, and the shards of a tensor- or expert-parallel engine add up to the
 whole. It detects differences; it is no defence against an adversary.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from quads_common.format import BLOCK_SIZE, CONTRACT_VERSION, QuantizedTensor
 
-__all__ = ["PartialFingerprint", "combine", "fingerprint", "partial_fingerprint"]
+__all__ = [
+    "PartialFingerprint",
+    "combine",
+    "combine_ranks",
+    "differing",
+    "fingerprint",
+    "partial_fingerprint",
+]
 
 _CHUNK_BLOCKS = 1 << 20
 _SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)  # digits of pi
@@ -25,33 +34,32 @@ class PartialFingerprint:
     """What a rank knows of one tensor: two sums over its blocks, and the shared global scale.
 
     sums: two integers modulo 2^64. global_scale_bits: the float32's bits. shape: of the FULL tensor.
-    blocks: how many of the full tensor's blocks are summed, so that a missing shard shows.
+    region: (first row, rows, first k, k) that is summed, so that a missing shard shows.
     """
 
     sums: tuple[int, int]
     global_scale_bits: int
     shape: tuple[int, int]
-    blocks: int
+    region: tuple[int, int, int, int]
 
-    def digest(self) -> str:
-        """The fingerprint as text, ``v<contract>:<rows>x<k>:<32 hex digits>:<global scale bits>``.
+    @property
+    def blocks(self) -> int:
+        """Number of 16-blocks in the region."""
+        return self.region[1] * self.region[3] // BLOCK_SIZE
 
-        Raises:
-            ValueError: blocks are missing or counted twice.
-        """
-        total = self.shape[0] * self.shape[1] // BLOCK_SIZE
-        if self.blocks != total:
-            raise ValueError(f"fingerprint covers {self.blocks} of {total} blocks")
-        rows, k = self.shape
-        first, second = self.sums
-        return (
-            f"v{CONTRACT_VERSION}:{rows}x{k}:{first:016x}{second:016x}:{self.global_scale_bits:08x}"
-        )
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and integers, for an RPC."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> "PartialFingerprint":
+        """Undo ``to_json``."""
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
 
 
 def fingerprint(q: QuantizedTensor) -> str:
-    """Fingerprint of one unsharded weight matrix [N, K] (see ``PartialFingerprint.digest``)."""
-    return partial_fingerprint(q).digest()
+    """Digest of one unsharded weight matrix [N, K] (see ``combine``)."""
+    return combine([partial_fingerprint(q)])
 
 
 def partial_fingerprint(
@@ -87,25 +95,60 @@ def partial_fingerprint(
             part = int((values * _coefficients(index, seed)).sum().item())
             sums[i] = (sums[i] + part) % 2**64
     scale_bits = int(q.global_scale.view(torch.int32).item()) & 0xFFFFFFFF
-    return PartialFingerprint((sums[0], sums[1]), scale_bits, full, rows * k_blocks)
+    region = (row_offset, rows, k_offset, k)
+    return PartialFingerprint((sums[0], sums[1]), scale_bits, full, region)
 
 
-def combine(parts: list[PartialFingerprint]) -> PartialFingerprint:
-    """Add up the disjoint shards of one tensor.
+def combine(parts: Sequence[PartialFingerprint]) -> str:
+    """The digest of a whole tensor from its shards; equal replicas of a shard count once.
+
+    Text: ``v<contract>:<rows>x<k>:<32 hex digits>:<global scale bits>``.
 
     Raises:
-        ValueError: the parts disagree on the global scale or on the full shape.
+        ValueError: shards are missing or overlap, or disagree on the global scale or the shape, or
+            two replicas of a shard differ.
     """
     if not parts:
         raise ValueError("no fingerprint to combine")
     first = parts[0]
-    for part in parts[1:]:
+    shards: dict[tuple[int, int, int, int], PartialFingerprint] = {}
+    for part in parts:
         if (part.global_scale_bits, part.shape) != (first.global_scale_bits, first.shape):
             raise ValueError(f"shards disagree: {first} and {part}")
-    sums = tuple(sum(p.sums[i] for p in parts) % 2**64 for i in range(2))
-    return PartialFingerprint(
-        (sums[0], sums[1]), first.global_scale_bits, first.shape, sum(p.blocks for p in parts)
-    )
+        if shards.setdefault(part.region, part) != part:
+            raise ValueError(f"replicas of a shard differ: {shards[part.region]} and {part}")
+    rows, k = first.shape
+    covered, total = sum(p.blocks for p in shards.values()), rows * k // BLOCK_SIZE
+    if covered != total:
+        raise ValueError(f"the shards cover {covered} of {total} blocks of a {rows} x {k} tensor")
+    low, high = (sum(p.sums[i] for p in shards.values()) % 2**64 for i in range(2))
+    return f"v{CONTRACT_VERSION}:{rows}x{k}:{low:016x}{high:016x}:{first.global_scale_bits:08x}"
+
+
+def combine_ranks(
+    ranks: Sequence[Mapping[str, Sequence[Mapping[str, Any]]]],
+) -> dict[str, str]:
+    """Digest by tensor name from what each rank of an engine reported (``to_json`` forms).
+
+    Raises:
+        ValueError: as ``combine``, naming the tensor.
+    """
+    parts: dict[str, list[PartialFingerprint]] = {}
+    for rank in ranks:
+        for name, raw in rank.items():
+            parts.setdefault(name, []).extend(PartialFingerprint.from_json(r) for r in raw)
+    digests = {}
+    for name, found in parts.items():
+        try:
+            digests[name] = combine(found)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return digests
+
+
+def differing(trainer: Mapping[str, str], engine: Mapping[str, str]) -> list[str]:
+    """Names whose digests differ or that only one side has, sorted; empty means in sync."""
+    return sorted(n for n in trainer.keys() | engine.keys() if trainer.get(n) != engine.get(n))
 
 
 def _coefficients(index: torch.Tensor, seed: int) -> torch.Tensor:

@@ -136,9 +136,7 @@ def fake_quantize(
     name: str = "weight",
 ) -> torch.Tensor:
     """``dequantize(quantize(x, ...), x.dtype)``: the effective values, same shape and dtype."""
-    q = quantize(
-        x, per_token=per_token, amax=amax, global_scale_rule=global_scale_rule, name=name
-    )
+    q = quantize(x, per_token=per_token, amax=amax, global_scale_rule=global_scale_rule, name=name)
     return dequantize(q, x.dtype)
 
 

@@ -7,15 +7,31 @@ than the open units ever exists, addresses never change, and what the engine ser
 of whole units, each entirely old or entirely new.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from quads_common.fingerprint import PartialFingerprint, partial_fingerprint
 from quads_common.format import INPUT_DTYPES, GlobalScaleRule, QuantizedTensor
 from quads_common.quantize import quantize, weight_amax
 
-__all__ = ["WeightUnits", "check_incoming"]
+__all__ = ["Region", "WeightUnits", "check_incoming"]
+
+
+@dataclass(frozen=True)
+class Region:
+    """Rows of a unit's storage that are a shard of the checkpoint tensor ``name``.
+
+    first_row, rows: in the unit. row_offset, k_offset: where they begin in the full tensor.
+    """
+
+    name: str
+    first_row: int
+    rows: int
+    row_offset: int
+    k_offset: int
+    full_shape: tuple[int, int]
 
 
 @dataclass
@@ -48,7 +64,8 @@ class WeightUnits:
 
     name: of the parameter, for messages. parts: names of the parts that make a unit complete.
     packed: [U, N, K/2] uint8, block_scale: [U, N, K/16] float8_e4m3fn, global_scale: [U] float32;
-    U units of this rank. They are written with ``copy_`` only.
+    U units of this rank. They are written with ``copy_`` only. regions: which checkpoint tensors a
+    unit holds.
     """
 
     def __init__(
@@ -58,6 +75,7 @@ class WeightUnits:
         packed: torch.Tensor,
         block_scale: torch.Tensor,
         global_scale: torch.Tensor,
+        regions: Callable[[int], list[Region]],
         rule: GlobalScaleRule = "pow2",
     ) -> None:
         self.name = name
@@ -65,6 +83,7 @@ class WeightUnits:
         self.packed = packed
         self.block_scale = block_scale
         self.global_scale = global_scale
+        self.regions = regions
         self.rule = rule
         self.loaded: set[int] = set()  # units that hold weights since the last `forget`
         self._open: dict[int, _OpenUnit] = {}
@@ -151,6 +170,22 @@ class WeightUnits:
         return QuantizedTensor(
             self.packed[unit], self.block_scale[unit], self.global_scale[unit].reshape(())
         )
+
+    def fingerprints(self, unit: int) -> dict[str, list[PartialFingerprint]]:
+        """This rank's part of the fingerprint of each checkpoint tensor in a unit, by name."""
+        found: dict[str, list[PartialFingerprint]] = {}
+        q = self.quantized(unit)
+        for region in self.regions(unit):
+            rows = slice(region.first_row, region.first_row + region.rows)
+            shard = QuantizedTensor(q.packed[rows], q.block_scale[rows], q.global_scale)
+            part = partial_fingerprint(
+                shard,
+                row_offset=region.row_offset,
+                k_offset=region.k_offset,
+                full_shape=region.full_shape,
+            )
+            found.setdefault(region.name, []).append(part)
+        return found
 
     def _write(self, unit: int, q: QuantizedTensor) -> None:
         self.packed[unit].copy_(q.packed)

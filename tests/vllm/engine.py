@@ -1,0 +1,60 @@
+"""Run an engine in a process of its own and get the results of its probes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+ENGINE_DEFAULTS = {
+    "dtype": "bfloat16",
+    "enforce_eager": True,
+    "gpu_memory_utilization": 0.2,  # of the CPU memory; the cache size is set by environment
+    "max_model_len": 256,
+    "max_num_seqs": 128,
+    "max_num_batched_tokens": 2048,
+    "enable_prefix_caching": False,
+    "disable_log_stats": True,
+}
+
+
+def run_engine(
+    folder: Path,
+    model: Path,
+    probes: list[tuple[str, str, list[Any]]],
+    *,
+    in_process: bool = True,
+    environment: dict[str, str] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Start an engine on ``model``, run ``probes`` (name, method of ``Probes``, arguments).
+
+    in_process: engine core in the same process, so that probes can look inside. Raises
+    ``RuntimeError`` with the end of the log if it fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    spec, out, log = folder / "spec.json", folder / "out.pt", folder / "log.txt"
+    engine = {**ENGINE_DEFAULTS, "model": str(model), **options}
+    spec.write_text(json.dumps({"engine": engine, "probes": probes}))
+    env = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+        **(environment or {}),
+    }
+    with open(log, "w") as sink:
+        code = subprocess.run(
+            [sys.executable, str(HERE / "probes.py"), str(spec), str(out)],
+            env=env,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            timeout=400,
+        ).returncode
+    if code:
+        raise RuntimeError(f"engine failed with {code}:\n" + log.read_text()[-6000:])
+    return torch.load(out, weights_only=False)
