@@ -45,7 +45,7 @@ def fused_moe(
     """
     activation = activation or Activation()
     tokens, top_k = topk_ids.shape
-    _check_shapes(x, w13, w2, topk_weights, topk_ids, activation)
+    check_shapes(x, w13, w2, topk_weights, topk_ids, activation)
     ids = local_expert_ids(topk_ids, expert_map)
     slot_weights = topk_weights.float()
     if apply_router_weight_on_input:
@@ -88,7 +88,7 @@ def sum_slots(slots: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _check_shapes(
+def check_shapes(
     x: torch.Tensor,
     w13: QuantizedTensor,
     w2: QuantizedTensor,

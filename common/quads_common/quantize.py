@@ -62,7 +62,7 @@ def weight_global_scale_inv(amax: torch.Tensor, rule: GlobalScaleRule = "pow2") 
     zero = amax < AMAX_FLOOR
     safe = torch.where(zero, 1.0, amax)
     if rule == "te":
-        inverse = TENSOR_MAX / safe
+        inverse = _tensor_max_over(safe)
     else:
         bits = safe.view(torch.int32)
         exponent = (bits >> _MANTISSA_BITS) - _EXPONENT_BIAS
@@ -74,7 +74,7 @@ def weight_global_scale_inv(amax: torch.Tensor, rule: GlobalScaleRule = "pow2") 
 
 def activation_global_scale_inv(row_amax: torch.Tensor) -> torch.Tensor:
     """Encode scale of each token: fl32(2688 / row_amax), NaN where the row is not finite."""
-    inverse = torch.where(row_amax < AMAX_FLOOR, 1.0, TENSOR_MAX / row_amax)
+    inverse = torch.where(row_amax < AMAX_FLOOR, 1.0, _tensor_max_over(row_amax))
     return torch.where(row_amax.isfinite(), inverse, float("nan"))
 
 
@@ -138,6 +138,11 @@ def fake_quantize(
     """``dequantize(quantize(x, ...), x.dtype)``: the effective values, same shape and dtype."""
     q = quantize(x, per_token=per_token, amax=amax, global_scale_rule=global_scale_rule, name=name)
     return dequantize(q, x.dtype)
+
+
+def _tensor_max_over(amax: torch.Tensor) -> torch.Tensor:
+    """fl32(2688 / amax). ``2688 / tensor`` would not do: torch computes reciprocal(amax) * 2688."""
+    return torch.full_like(amax, TENSOR_MAX) / amax
 
 
 def _check_dtype(x: torch.Tensor) -> None:
