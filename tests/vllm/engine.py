@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 ENGINE_DEFAULTS = {
     "dtype": "bfloat16",
     "enforce_eager": True,
@@ -44,12 +44,12 @@ def run_engine(
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         **(environment or {}),
     }
     with open(log, "w") as sink:
         code = subprocess.run(
-            [sys.executable, str(HERE / "probes.py"), str(spec), str(out)],
+            [sys.executable, "-m", "tests.vllm.probes", str(spec), str(out)],
             env=env,
             stdout=sink,
             stderr=subprocess.STDOUT,

@@ -1,11 +1,12 @@
 """What the tests ask of a running engine; executed inside the engine's own process.
 
-``python probes.py SPEC.json OUT.pt`` starts one engine, runs the probes of the specification in
+``python -m tests.vllm.probes SPEC.json OUT.pt`` starts one engine, runs the probes of the specification in
 order and saves their results by name. One engine answers many tests.
 """
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +60,10 @@ class Probes:
     def experts(self) -> Any:
         """Expert placement per worker."""
         return self.llm.collective_rpc(expert_ids)
+
+    def fingerprints(self) -> Any:
+        """Partial fingerprints per worker."""
+        return self.llm.collective_rpc("quads_fingerprints")
 
     def logprobs(self, sequences: list[list[int]]) -> list[torch.Tensor]:
         """Log-prob of every token of each sequence but the first, given those before it."""
@@ -149,7 +154,7 @@ class Probes:
 
 def main() -> None:
     """Start the engine that the specification describes and run its probes."""
-    spec = json.load(open(sys.argv[1]))
+    spec = json.loads(Path(sys.argv[1]).read_text())
     from vllm import LLM
 
     llm = LLM(**spec["engine"])
@@ -162,6 +167,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     # A second import under the module's own name, so that workers can unpickle its functions.
-    import probes
+    from tests.vllm import probes
 
     probes.main()

@@ -1,0 +1,33 @@
+# Every target but help and clean makes the CPU environment first (tools/setup_cpu_env.py); once it
+# is there that takes less than a second. With a GPU: see CONTRIBUTING.md.
+
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 8
+
+setup: ## create .venv with vLLM's CPU build, this project and its tools
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "$(PYTHON) not found: install Python 3.11, or say where it is: make PYTHON=/path/to/python3.11"; \
+		exit 1; }
+	@$(PYTHON) tools/setup_cpu_env.py --venv $(VENV)
+
+demo: setup ## serve a small model through quads_nvfp4 and ask it a few questions (ARGS=...)
+	@$(BIN)/python examples/demo.py $(ARGS)
+
+test: setup ## run the tests (ARGS="-k name" picks some)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup ## check style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean: ## remove build products and caches, not the environment
+	rm -rf build dist *.egg-info common/*.egg-info .cache .mypy_cache .pytest_cache .ruff_cache
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +

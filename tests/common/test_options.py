@@ -1,0 +1,153 @@
+"""Options: every error is one line with the source, the key, the value and what is allowed."""
+
+import json
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from quads_common import Placement, QuadsOptions
+from quads_common.options import QUANT_METHOD, read_environment_options
+
+SOURCE = "--additional-config quads"
+ALL_KEYS = ("method", "act", "targets", "ignore", "global_scale_rule", "backend")
+
+
+def refusal(raw: dict) -> str:
+    with pytest.raises(ValueError) as error:
+        QuadsOptions.from_dict(raw, SOURCE)
+    message = str(error.value)
+    assert "\n" not in message, f"more than one line: {message!r}"
+    assert message.startswith(SOURCE), f"does not say where it comes from: {message!r}"
+    return message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("act", "fp8", ("nvfp4", "bf16")),
+        ("act", None, ("nvfp4", "bf16")),
+        ("act", ["nvfp4"], ("nvfp4", "bf16")),
+        ("method", "nvfp5", ("nvfp4",)),
+        ("method", "", ("nvfp4",)),
+        ("method", 4, ("nvfp4",)),
+        ("global_scale_rule", "static", ("pow2", "te")),
+        ("global_scale_rule", 2, ("pow2", "te")),
+        ("backend", "cutlass", ("auto", "emulated")),
+        ("backend", True, ("auto", "emulated")),
+        ("targets", [], ("auto", "experts", "linear", "all")),
+        ("targets", ["re:("], ("regular expression",)),
+        ("targets", {"experts": True}, ("string", "list")),
+        ("targets", ["experts", 3], ("string", "list")),
+        ("targets", None, ("string", "list")),
+        ("ignore", ["re:*"], ("regular expression",)),
+        ("ignore", 5, ("string", "list")),
+        ("ignore", [""], ("pattern",)),
+    ],
+    ids=str,
+)
+def test_from_dict_refuses_an_impossible_value(key, value, allowed):
+    message = refusal({key: value})
+    shown = (
+        value[-1] if isinstance(value, list) and value and key in ("targets", "ignore") else value
+    )
+    for text in (key, *allowed, *([repr(shown)] if value != [] else [])):
+        assert text in message, f"{text!r} not in {message!r}"
+
+
+@pytest.mark.parametrize("method", ["quads", "foursight", "quads_splice"])
+def test_from_dict_refuses_planned_methods_by_name(method):
+    message = refusal({"method": method})
+    for text in (repr(method), "method", "not available", "nvfp4"):
+        assert text in message, f"{text!r} not in {message!r}"
+
+
+@pytest.mark.parametrize("key", ["acts", "Method", "rac_ratio", "weight_bits", ""])
+def test_from_dict_refuses_an_unknown_key(key):
+    message = refusal({"act": "bf16", key: 1})
+    for text in (repr(key), *ALL_KEYS):
+        assert text in message, f"{text!r} not in {message!r}"
+
+
+@pytest.mark.parametrize("method", ["fp8", "modelopt", None], ids=str)
+def test_from_dict_refuses_another_quant_method(method):
+    message = refusal({"quant_method": method})
+    for text in ("quant_method", repr(method), QUANT_METHOD):
+        assert text in message, f"{text!r} not in {message!r}"
+
+
+def test_defaults():
+    options = QuadsOptions.from_dict({}, SOURCE)
+    assert (
+        options == QuadsOptions() == QuadsOptions.from_dict({"quant_method": QUANT_METHOD}, SOURCE)
+    )
+    assert (options.method, options.act, options.targets) == ("nvfp4", "nvfp4", ("auto",))
+    assert (options.ignore, options.global_scale_rule, options.backend) == ((), "pow2", "auto")
+    assert options.placement == Placement(("auto",), ())
+
+
+@pytest.mark.parametrize("key", ["targets", "ignore"])
+def test_from_dict_takes_a_string_for_a_list_of_one(key):
+    assert getattr(QuadsOptions.from_dict({key: "lm_head"}, SOURCE), key) == ("lm_head",)
+
+
+def test_from_dict_round_trip():
+    raw = {
+        "method": "nvfp4",
+        "act": "bf16",
+        "targets": ["experts", "re:.*q_proj"],
+        "ignore": ["model.layers.0"],
+        "global_scale_rule": "te",
+        "backend": "emulated",
+    }
+    options = QuadsOptions.from_dict(raw, SOURCE)
+    assert options.placement == Placement(("experts", "re:.*q_proj"), ("model.layers.0",))
+    assert json.loads(json.dumps(options.to_dict())) == raw
+    assert QuadsOptions.from_dict(options.to_dict(), SOURCE) == options
+
+
+def test_from_dict_leaves_its_input_alone():
+    raw = {"quant_method": QUANT_METHOD, "targets": ["auto"], "act": "bf16"}
+    QuadsOptions.from_dict(raw, SOURCE)
+    assert raw == {"quant_method": QUANT_METHOD, "targets": ["auto"], "act": "bf16"}
+
+
+def test_options_are_frozen():
+    with pytest.raises(FrozenInstanceError):
+        QuadsOptions().act = "bf16"
+
+
+@pytest.mark.parametrize("value", [None, "", "  \n"], ids=repr)
+def test_read_environment_options_of_nothing(value):
+    assert read_environment_options("VLLM_QUADS_CONFIG", value) == {}
+
+
+def test_read_environment_options_takes_json_or_a_path(tmp_path):
+    raw = {"act": "bf16", "ignore": ["lm_head"]}
+    path = tmp_path / "quads.json"
+    path.write_text(json.dumps(raw))
+    assert read_environment_options("VLLM_QUADS_CONFIG", " " + json.dumps(raw)) == raw
+    assert read_environment_options("VLLM_QUADS_CONFIG", str(path)) == raw
+
+
+def bad_files(folder) -> dict[str, str]:
+    contents = {"list": b"[1]", "no-json": b"act: bf16", "binary": b"\xff\xfe{", "empty": b""}
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    return {name: str(folder / name) for name in contents}
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['{"act": }', '{"act": "bf16"', "/nowhere/quads.json", "[1]", "bf16", "{} {}", "x" * 300],
+    ids=lambda v: v[:12],
+)
+def test_read_environment_options_refuses(value):
+    with pytest.raises(ValueError, match="SGLANG_QUADS_CONFIG"):
+        read_environment_options("SGLANG_QUADS_CONFIG", value)
+
+
+@pytest.mark.parametrize("kind", ["list", "no-json", "binary", "empty", "folder"])
+def test_read_environment_options_refuses_a_file_without_an_object(kind, tmp_path):
+    path = {**bad_files(tmp_path), "folder": str(tmp_path)}[kind]
+    with pytest.raises(ValueError, match="VLLM_QUADS_CONFIG"):
+        read_environment_options("VLLM_QUADS_CONFIG", path)

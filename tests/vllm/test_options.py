@@ -1,0 +1,256 @@
+"""Option errors, refused features and the environment variable: up to vLLM's configuration.
+
+Nothing here starts an engine: ``create_engine_config`` is what ``vllm serve`` runs first, in the
+process that the user sees.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.plugins import load_general_plugins
+
+from vllm_quads.config import QuadsNvfp4Config
+from vllm_quads.patches import ENVIRONMENT_VARIABLE
+from vllm_quads.refusals import check_supported
+
+load_general_plugins()
+
+
+def config(model, **options):
+    """vLLM's configuration of a model under our method."""
+    options.setdefault("quantization", "quads_nvfp4")
+    return EngineArgs(
+        model=str(model), dtype="bfloat16", max_model_len=64, **options
+    ).create_engine_config()
+
+
+def prepared(vllm_config):
+    """The method's options as a worker sees them."""
+    quant = vllm_config.quant_config
+    with set_current_vllm_config(vllm_config):
+        quant._prepare()
+    return quant.options
+
+
+OVERRIDES = {
+    "unknown key": (
+        {"rac_ration": 0.5},
+        r"unknown option 'rac_ration'; allowed are \['method', 'act'",
+    ),
+    "act": ({"act": "int4"}, r"act 'int4' is not allowed: one of \['nvfp4', 'bf16'\]"),
+    "method": ({"method": "best"}, r"method 'best' is not allowed: one of \['nvfp4'\]"),
+    "planned": ({"method": "quads"}, r"method 'quads' is not available in this version"),
+    "rule": (
+        {"global_scale_rule": "max"},
+        r"global_scale_rule 'max' is not allowed: one of \['pow2', 'te'\]",
+    ),
+    "backend": ({"backend": "marlin"}, r"backend 'marlin' is not allowed: one of \['auto', "),
+    "targets type": ({"targets": 3}, r"targets must be a string or a list of strings, got 3"),
+    "no targets": ({"targets": []}, r"targets is empty"),
+    "regex": ({"ignore": ["re:("]}, r"ignore: 're:\(' is not a regular expression"),
+}
+
+
+@pytest.mark.parametrize("options, message", OVERRIDES.values(), ids=OVERRIDES.keys())
+@pytest.mark.parametrize("way", ["hf_overrides", "additional_config", "environment"])
+def test_option_errors(arith_moe, monkeypatch, way, options, message):
+    arguments = {}
+    if way == "hf_overrides":
+        arguments["hf_overrides"] = {"quantization_config": options}
+    elif way == "additional_config":
+        arguments["additional_config"] = {"quads": options}
+    else:
+        monkeypatch.setenv(ENVIRONMENT_VARIABLE, json.dumps(options))
+    with pytest.raises(ValueError, match=message):
+        config(arith_moe, **arguments)
+
+
+@pytest.mark.parametrize("way", ["hf_overrides", "additional_config", "environment"])
+def test_options_arrive(arith_moe, monkeypatch, way):
+    options = {"act": "bf16", "ignore": "re:.*layers\\.0\\..*"}
+    arguments = {}
+    if way == "hf_overrides":
+        arguments["hf_overrides"] = {"quantization_config": options}
+    elif way == "additional_config":
+        arguments["additional_config"] = {"quads": options}
+    else:
+        monkeypatch.setenv(ENVIRONMENT_VARIABLE, json.dumps(options))
+    found = prepared(config(arith_moe, **arguments))
+    assert (found.act, found.ignore) == ("bf16", ("re:.*layers\\.0\\..*",))
+
+
+def test_conflicting_places(arith_moe):
+    vllm_config = config(
+        arith_moe,
+        hf_overrides={"quantization_config": {"act": "bf16"}},
+        additional_config={"quads": {"act": "nvfp4"}},
+    )
+    with pytest.raises(ValueError, match=r"'act' is 'bf16' in quantization_config and 'nvfp4' in"):
+        prepared(vllm_config)
+
+
+def test_environment_reaches_the_compile_cache_key(arith_moe, monkeypatch):
+    plain = config(arith_moe).compute_hash()
+    assert config(arith_moe).compute_hash() == plain
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, '{"act": "bf16"}')
+    assert config(arith_moe).compute_hash() != plain
+
+
+@pytest.mark.parametrize(
+    "variable, quantization",
+    [
+        ('{"enable": true}', "quads_nvfp4"),
+        ('{"enable": true, "model": "*arith*"}', "quads_nvfp4"),
+        ('{"enable": true, "model": "*reward*"}', None),
+        ('{"act": "bf16"}', None),
+    ],
+    ids=["enable", "model matches", "model differs", "not enabled"],
+)
+def test_environment_switches_the_method_on(arith_moe, monkeypatch, variable, quantization):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, variable)
+    assert config(arith_moe, quantization=None).model_config.quantization == quantization
+
+
+@pytest.mark.parametrize(
+    "variable, message",
+    [
+        ("{", "VLLM_QUADS_CONFIG is not valid JSON"),
+        ("nowhere.json", "neither a JSON object nor a file"),
+        ('{"enable": 1}', '"enable" must be true or false'),
+    ],
+    ids=["json", "path", "enable"],
+)
+def test_environment_errors(arith_moe, monkeypatch, variable, message):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, variable)
+    with pytest.raises(ValueError, match=message):
+        config(arith_moe)
+
+
+def test_environment_file(arith_moe, monkeypatch, tmp_path):
+    path = tmp_path / "quads.json"
+    path.write_text('{"act": "bf16"}')
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(path))
+    assert prepared(config(arith_moe)).act == "bf16"
+
+
+def test_foreign_checkpoints_are_refused(arith_moe):
+    overrides = {"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4"}}
+    message = r"already quantized \(quant_method 'compressed-tensors'\).* takes BF16 checkpoints"
+    with pytest.raises(ValueError, match=message):
+        config(arith_moe, hf_overrides=overrides)
+
+
+REFUSED = {
+    "lora": ({"enable_lora": True}, "LoRA"),
+    "pipeline": ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline"),
+    "load format": ({"load_format": "sharded_state"}, "load format .*sharded_state.*: use one of"),
+    "speculative": (
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 1,
+                "prompt_lookup_max": 2,
+            }
+        },
+        "speculative decoding",
+    ),
+}
+
+
+@pytest.mark.parametrize("options, message", REFUSED.values(), ids=REFUSED.keys())
+def test_refused_features(arith_moe, options, message):
+    with pytest.raises(ValueError, match=message):
+        check_supported(config(arith_moe, **options))
+
+
+def with_parallel(**values):
+    """A configuration whose parallel settings no CPU would accept."""
+
+    def change(vllm_config):
+        for key, value in values.items():
+            object.__setattr__(vllm_config.parallel_config, key, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (with_parallel(enable_eplb=True), "expert load balancing"),
+        (
+            with_parallel(
+                data_parallel_size=2,
+                enable_expert_parallel=True,
+                all2all_backend="deepep_low_latency",
+            ),
+            "all-to-all backend 'deepep_low_latency'",
+        ),
+    ],
+    ids=["eplb", "deepep"],
+)
+def test_refused_parallel_features(arith_moe, change, message):
+    vllm_config = config(arith_moe)
+    check_supported(vllm_config)
+    change(vllm_config)
+    with pytest.raises(ValueError, match=message):
+        check_supported(vllm_config)
+
+
+def test_float16_is_refused(arith_moe):
+    with pytest.raises(ValueError, match=r"float16 is not supported for quantization"):
+        EngineArgs(
+            model=str(arith_moe), quantization="quads_nvfp4", dtype="float16", max_model_len=64
+        ).create_engine_config()
+
+
+def test_configuration_survives_pickling(arith_moe):
+    import pickle
+
+    quant = config(arith_moe).quant_config
+    again = pickle.loads(pickle.dumps(quant))
+    assert isinstance(again, QuadsNvfp4Config)
+    assert again.options == quant.options
+
+
+@pytest.mark.engine
+def test_serve_stops_with_one_line(arith_moe, tmp_path):
+    """The real command: a bad option ends it at once, and the last line says which and why."""
+    command = [
+        os.path.join(os.path.dirname(sys.executable), "vllm"),
+        "serve",
+        str(arith_moe),
+        "--quantization=quads_nvfp4",
+        "--additional-config",
+        '{"quads": {"act": "int4"}}',
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert "act 'int4' is not allowed: one of ['nvfp4', 'bf16']" in last, done.stderr[-2000:]
+
+
+@pytest.mark.engine
+def test_broken_plugin_is_visible(arith_moe, tmp_path):
+    """An import error in the plugin ends the start and names the module."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys; sys.modules['quads_common.options'] = None\n"
+    )
+    code = (
+        "from vllm.engine.arg_utils import EngineArgs\n"
+        f"EngineArgs(model={str(arith_moe)!r}, quantization='quads_nvfp4').create_engine_config()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert "quads_common.options" in last, done.stderr[-2000:]
