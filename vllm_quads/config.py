@@ -15,6 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizeMethodBase,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.platforms import current_platform
 
 from quads_common.backend import choose_backend
 from quads_common.options import QUANT_METHOD, QuadsOptions
@@ -33,8 +34,8 @@ class QuadsNvfp4Config(QuantizationConfig):
     """Options of one model. Pickled into every worker, so it holds plain data only.
 
     raw_options: what the checkpoint's or ``--hf-overrides``' quantization_config says. The options
-    in ``--additional-config`` are merged in when the first layer is made, where vLLM's configuration
-    is known.
+    in ``--additional-config`` are merged in when the first layer is made, where vLLM's
+    configuration is known.
     """
 
     def __init__(self, raw_options: dict[str, Any] | None = None) -> None:
@@ -91,8 +92,8 @@ class QuadsNvfp4Config(QuantizationConfig):
         foreign = hf_quant_cfg.get("quant_method")
         if user_quant == QUANT_METHOD and foreign != QUANT_METHOD:
             raise ValueError(
-                f"the checkpoint is already quantized (quant_method {foreign!r}) and {QUANT_METHOD} "
-                "takes BF16 checkpoints: give it the BF16 one, or serve this one without "
+                f"the checkpoint is already quantized (quant_method {foreign!r}) and "
+                f"{QUANT_METHOD} takes BF16 checkpoints: give it the BF16 one, or serve this one without "
                 f"--quantization {QUANT_METHOD}"
             )
 
@@ -104,13 +105,15 @@ class QuadsNvfp4Config(QuantizationConfig):
 
             if not self._decide(prefix):
                 return kept_linear_method()
-            return QuadsLinearMethod(self.options, prefix, self._members(prefix), self.load_format)
+            return QuadsLinearMethod(
+                self.options, prefix, self._members(prefix), self.load_format, self.backend
+            )
         if isinstance(layer, RoutedExperts):
             from vllm_quads.fused_moe import QuadsMoEMethod
 
             if not self._decide(prefix):
                 return None
-            return QuadsMoEMethod(self.options, layer, prefix, self.load_format)
+            return QuadsMoEMethod(self.options, layer, prefix, self.load_format, self.backend)
         if isinstance(layer, VocabParallelEmbedding):
             if self._decide(prefix):
                 raise ValueError(f"targets names {prefix!r}, but embeddings and lm_head stay BF16")
@@ -126,8 +129,12 @@ class QuadsNvfp4Config(QuantizationConfig):
         self.options = merge_options(self.raw_options, extra)
         self.facts = ModelFacts.from_hf_config(vllm_config.model_config.hf_config)
         self.load_format = str(vllm_config.load_config.load_format)
-        check_supported(vllm_config)
-        self.backend = choose_backend(self.options.backend, vllm_config.device_config.device_type)
+        self.backend = choose_backend(
+            self.options.backend,
+            vllm_config.device_config.device_type,
+            current_platform.get_device_capability(),
+        )
+        check_supported(vllm_config, self.backend, self.options.act)
         logger.info_once(
             "quads_nvfp4: method %s, act %s, targets %s, backend %s",
             self.options.method,

@@ -18,12 +18,18 @@ class QuadsMoEMethod(FusedMoEMethodBase):
     """NVFP4 routed experts, quantized expert by expert while they load."""
 
     def __init__(
-        self, options: QuadsOptions, layer: nn.Module, prefix: str, load_format: str
+        self,
+        options: QuadsOptions,
+        layer: nn.Module,
+        prefix: str,
+        load_format: str,
+        backend: str,
     ) -> None:
         super().__init__(layer.moe_config)
         self.options = options
         self.prefix = prefix
         self.load_format = load_format
+        self.backend = backend
         self.activation = Activation(layer.activation.value, getattr(layer, "swiglu_limit", None))
         if self.moe.has_bias:
             raise NotImplementedError(
@@ -41,16 +47,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
     ) -> None:
         """Register w13 [E, 2I, H/2], w2 [E, H, I/2] and scales; E and I are this rank's."""
         tp_size = self.moe.moe_parallel_config.tp_size
-        for what, k, full in (
-            ("hidden size", hidden_size, hidden_size),
-            ("intermediate size", intermediate_size_per_partition, None),
-        ):
-            if k % BLOCK_SIZE:
-                full = full or intermediate_size_per_partition * tp_size
-                raise ValueError(
-                    f"{self.prefix}: {what} {full} over tensor parallel size {tp_size} leaves {k} "
-                    f"per rank, which cuts a block of {BLOCK_SIZE}"
-                )
+        check_sizes(self.prefix, hidden_size, intermediate_size_per_partition, tp_size)
         gated = self.activation.gated
         inner = intermediate_size_per_partition
         rule = self.options.global_scale_rule
@@ -115,7 +112,19 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             self.activation.limit,
             self.options.act,
             layer.apply_router_weight_on_input,
+            self.backend,
         )
+
+
+def check_sizes(prefix: str, hidden: int, inner: int, tp_size: int) -> None:
+    """Raise ``ValueError`` unless hidden size and a rank's intermediate size are whole blocks."""
+    sizes = {"hidden size": (hidden, hidden), "intermediate size": (inner * tp_size, inner)}
+    for what, (full, k) in sizes.items():
+        if k % BLOCK_SIZE:
+            raise ValueError(
+                f"{prefix}: {what} {full} over tensor parallel size {tp_size} leaves {k} per rank, "
+                f"which cuts a block of {BLOCK_SIZE}"
+            )
 
 
 class ExpertShards:
@@ -153,7 +162,7 @@ class ExpertShards:
 
 
 class ExpertLoader:
-    """Takes full expert matrices (or [E, N, K] stacks) and writes this rank's share to the units."""
+    """Takes full expert matrices or [E, N, K] stacks; writes this rank's share to the units."""
 
     def __init__(self, prefix: str, w13: WeightUnits, w2: WeightUnits, expert_map_manager, moe):
         self.prefix = prefix

@@ -22,13 +22,19 @@ class QuadsLinearMethod(LinearMethodBase):
     """NVFP4 linear layer, quantized while it loads."""
 
     def __init__(
-        self, options: QuadsOptions, prefix: str, members: list[str], load_format: str
+        self,
+        options: QuadsOptions,
+        prefix: str,
+        members: list[str],
+        load_format: str,
+        backend: str,
     ) -> None:
         """members: checkpoint names of the modules that vLLM fuses into ``prefix``."""
         self.options = options
         self.prefix = prefix
         self.members = members
         self.load_format = load_format
+        self.backend = backend
 
     def create_weights(
         self,
@@ -82,6 +88,7 @@ class QuadsLinearMethod(LinearMethodBase):
             layer.weight_global_scale,
             bias,
             self.options.act,
+            self.backend,
         )
 
 

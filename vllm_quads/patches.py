@@ -7,8 +7,9 @@
    without occupying ``worker_extension_cls``, which trainers use themselves.
 3. ``EngineCore.reset_prefix_cache``: trainers that call nothing after loading call this; it is the
    boundary at which incomplete units are reported and dropped. Only the scheduler hears of it.
-4. ``WorkerWrapperBase.execute_model``, ``.sleep``, ``.wake_up``: after sleep level 2 the weights are
-   gone, and a model must not run on what lies in their place. All executors go through this class.
+4. ``WorkerWrapperBase.execute_model``, ``.sleep``, ``.wake_up``: after sleep level 2 the weights
+   are gone, and a model must not run on what lies in their place. Every executor uses this class.
+5. ``WorkerWrapperBase.load_model``: says what was quantized, and refuses to serve if nothing was.
 """
 
 import fnmatch
@@ -23,7 +24,7 @@ from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
 from quads_common.options import QUANT_METHOD, QuadsOptions, read_environment_options
 from vllm_quads.config import ADDITIONAL_CONFIG_KEY, additional_options
-from vllm_quads.report import quads_report
+from vllm_quads.report import log_report, quads_report
 from vllm_quads.sync import mark_lost, quads_end_sync, quads_fingerprints, raise_if_lost
 
 __all__ = ["ENVIRONMENT_VARIABLE", "apply"]
@@ -143,7 +144,14 @@ def _patch_worker_wrapper() -> None:
         if self.worker.vllm_config.model_config.quantization == QUANT_METHOD:
             quads_end_sync(self.worker)
 
+    def load_model(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> Any:
+        result = self.worker.load_model(*args, **kwargs)
+        if self.worker.vllm_config.model_config.quantization == QUANT_METHOD:
+            log_report(quads_report(self.worker))
+        return result
+
     setattr(execute_model, _PATCHED, True)
     WorkerWrapperBase.execute_model = execute_model
     WorkerWrapperBase.sleep = sleep  # reached through __getattr__ until now
     WorkerWrapperBase.wake_up = wake_up
+    WorkerWrapperBase.load_model = load_model

@@ -1,5 +1,6 @@
 """vLLM features that the method does not support, refused by name before a layer is made."""
 
+import torch
 from vllm.config import VllmConfig
 
 from quads_common.options import QUANT_METHOD
@@ -8,8 +9,11 @@ from vllm_quads.loading import LOAD_FORMATS
 __all__ = ["check_supported"]
 
 
-def check_supported(vllm_config: VllmConfig) -> None:
-    """Raise ``ValueError`` naming the feature and what to do about it."""
+def check_supported(vllm_config: VllmConfig, backend: str, act: str) -> None:
+    """Raise ``ValueError`` naming the feature and what to do about it.
+
+    backend: the one chosen, act: the option.
+    """
     parallel = vllm_config.parallel_config
     offload = getattr(vllm_config, "offload_config", None)
     on_cuda = vllm_config.device_config.device_type == "cuda"
@@ -33,7 +37,12 @@ def check_supported(vllm_config: VllmConfig) -> None:
             str(vllm_config.load_config.load_format) not in LOAD_FORMATS
         ),
         "CUDA graphs (backend emulated): add --enforce-eager": (
-            on_cuda and not vllm_config.model_config.enforce_eager
+            backend == "emulated" and on_cuda and not vllm_config.model_config.enforce_eager
+        ),
+        "--dtype float32 with act bf16 (backend triton): use bfloat16 or backend emulated": (
+            backend == "triton"
+            and act == "bf16"
+            and vllm_config.model_config.dtype == torch.float32
         ),
     }
     for what, present in refused.items():

@@ -4,12 +4,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 
 from vllm_quads.config import QuadsNvfp4Config
 
-__all__ = ["model_report", "quads_report"]
+__all__ = ["log_report", "model_report", "quads_report"]
+
+logger = init_logger(__name__)
 
 
 def quads_report(worker: Any) -> dict[str, Any]:
@@ -46,6 +49,26 @@ def model_report(model: nn.Module, config: QuadsNvfp4Config) -> dict[str, Any]:
         "bytes_before": bytes_before + other,
         "bytes_after": bytes_after + other,
     }
+
+
+def log_report(report: dict[str, Any]) -> None:
+    """One INFO line; an engine that quantized nothing does not start.
+
+    Raises:
+        ValueError: no layer was quantized.
+    """
+    if report["layers_quantized"] == 0:
+        raise ValueError(
+            "targets and ignore match no layer of this model, so nothing would be quantized"
+        )
+    before, after = (report[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
+    logger.info(
+        "quads_nvfp4: %d layers quantized, %d kept, weights %.1f -> %.1f MiB on this rank",
+        report["layers_quantized"],
+        report["layers_kept"],
+        before,
+        after,
+    )
 
 
 def _unquantized_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -1,19 +1,48 @@
-"""Which implementation of the GEMMs runs: chosen once per process, by name, never by accident."""
+"""Which implementation of the GEMMs runs: chosen once per process, by name, never by accident.
+
+``emulated`` is plain torch in float32: any device, not inside CUDA graphs. ``triton`` runs on the
+tensor cores of CUDA GPUs from sm_80 on, inside CUDA graphs too. Both have the semantics of ``gemm``
+and ``moe``; their results differ by the order of summation only.
+"""
+
+import importlib.util
 
 __all__ = ["BACKENDS", "choose_backend"]
 
-# "emulated": plain torch in float32, on any device. Not for CUDA graphs.
-BACKENDS = ("auto", "emulated")
+BACKENDS = ("auto", "emulated", "triton")
+TRITON_CAPABILITY = (8, 0)
 
 
-def choose_backend(requested: str, device_type: str) -> str:
-    """Name of the backend for a device type ("cpu", "cuda").
+def choose_backend(
+    requested: str, device_type: str, capability: tuple[int, int] | None = None
+) -> str:
+    """Name of the backend: "auto" is "emulated" on a CPU and "triton" on a CUDA GPU.
+
+    device_type: "cpu" or "cuda". capability: (major, minor) of the GPU.
 
     Raises:
-        ValueError: unknown name or device.
+        ValueError: unknown name or device; a GPU that the backend does not run on.
+        RuntimeError: the backend needs Triton and it is not installed.
     """
     if requested not in BACKENDS:
         raise ValueError(f"backend {requested!r} is not allowed: one of {list(BACKENDS)}")
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"no backend for device {device_type!r}: cpu and cuda have one")
-    return "emulated"
+    if requested == "emulated" or (requested == "auto" and device_type == "cpu"):
+        return "emulated"
+    _check_triton(device_type, capability)
+    return "triton"
+
+
+def _check_triton(device_type: str, capability: tuple[int, int] | None) -> None:
+    major, minor = TRITON_CAPABILITY
+    needs = f"backend 'triton' needs a CUDA GPU of compute capability sm_{major}{minor} or newer"
+    otherwise = "backend 'emulated' is slow but runs everywhere"
+    if device_type != "cuda":
+        raise ValueError(f"{needs}, the device is {device_type!r}; {otherwise}")
+    if capability is None:
+        raise ValueError(f"{needs}, but this GPU's is not known; {otherwise}")
+    if tuple(capability) < TRITON_CAPABILITY:
+        raise ValueError(f"{needs}, this one is sm_{capability[0]}{capability[1]}; {otherwise}")
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeError(f"backend 'triton' needs Triton, which is not installed; {otherwise}")

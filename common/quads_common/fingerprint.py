@@ -28,19 +28,21 @@ _CHUNK_BLOCKS = 1 << 20
 _SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)  # digits of pi
 _WORDS_PER_BLOCK = 3
 
+Region4 = tuple[int, int, int, int]  # first row, rows, first k, k
+
 
 @dataclass(frozen=True)
 class PartialFingerprint:
     """What a rank knows of one tensor: two sums over its blocks, and the shared global scale.
 
-    sums: two integers modulo 2^64. global_scale_bits: the float32's bits. shape: of the FULL tensor.
-    region: (first row, rows, first k, k) that is summed, so that a missing shard shows.
+    sums: two integers modulo 2^64. global_scale_bits: the float32's bits. shape: of the FULL
+    tensor. region: (first row, rows, first k, k) that is summed, so that a missing shard shows.
     """
 
     sums: tuple[int, int]
     global_scale_bits: int
     shape: tuple[int, int]
-    region: tuple[int, int, int, int]
+    region: Region4
 
     @property
     def blocks(self) -> int:
@@ -54,7 +56,12 @@ class PartialFingerprint:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "PartialFingerprint":
         """Undo ``to_json``."""
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
+        return cls(
+            tuple(raw["sums"]),
+            raw["global_scale_bits"],
+            tuple(raw["shape"]),
+            tuple(raw["region"]),
+        )
 
 
 def fingerprint(q: QuantizedTensor) -> str:
@@ -75,7 +82,7 @@ def partial_fingerprint(
     rows, k = q.shape
     full = full_shape or (rows, k)
     k_blocks, full_k_blocks = k // BLOCK_SIZE, full[1] // BLOCK_SIZE
-    words = q.packed.contiguous().view(torch.int32).view(rows * k_blocks, 2)
+    words = _words(q.packed).view(rows * k_blocks, 2)
     scales = q.block_scale.contiguous().view(torch.uint8).view(-1)
     sums = [0, 0]
     for start in range(0, rows * k_blocks, _CHUNK_BLOCKS):
@@ -111,12 +118,16 @@ def combine(parts: Sequence[PartialFingerprint]) -> str:
     if not parts:
         raise ValueError("no fingerprint to combine")
     first = parts[0]
-    shards: dict[tuple[int, int, int, int], PartialFingerprint] = {}
+    shards: dict[Region4, PartialFingerprint] = {}
     for part in parts:
         if (part.global_scale_bits, part.shape) != (first.global_scale_bits, first.shape):
             raise ValueError(f"shards disagree: {first} and {part}")
         if shards.setdefault(part.region, part) != part:
             raise ValueError(f"replicas of a shard differ: {shards[part.region]} and {part}")
+    regions = list(shards)
+    overlapping = [(a, b) for i, a in enumerate(regions) for b in regions[:i] if _overlap(a, b)]
+    if overlapping:
+        raise ValueError(f"shards overlap: (first row, rows, first k, k) {overlapping[0]}")
     rows, k = first.shape
     covered, total = sum(p.blocks for p in shards.values()), rows * k // BLOCK_SIZE
     if covered != total:
@@ -149,6 +160,17 @@ def combine_ranks(
 def differing(trainer: Mapping[str, str], engine: Mapping[str, str]) -> list[str]:
     """Names whose digests differ or that only one side has, sorted; empty means in sync."""
     return sorted(n for n in trainer.keys() | engine.keys() if trainer.get(n) != engine.get(n))
+
+
+def _words(packed: torch.Tensor) -> torch.Tensor:
+    """The bytes as int32, copied where they are not aligned for that."""
+    flat = packed.reshape(-1)
+    return (flat.clone() if flat.storage_offset() % 4 else flat).view(torch.int32)
+
+
+def _overlap(a: Region4, b: Region4) -> bool:
+    rows = a[0] < b[0] + b[1] and b[0] < a[0] + a[1]
+    return rows and a[2] < b[2] + b[3] and b[2] < a[2] + a[3]
 
 
 def _coefficients(index: torch.Tensor, seed: int) -> torch.Tensor:

@@ -13,7 +13,8 @@ Steps of the quantizer, all in float32, round to nearest with ties to even, no f
     code        = e2m1(x * encode)            # saturates at 6
 
 Two directions of the global scale exist in the field. Here ``global_scale`` is always the decode
-multiplier and ``global_scale_inv`` the encode multiplier; ``global_scale = fl32(1 / global_scale_inv)``.
+multiplier and ``global_scale_inv`` the encode multiplier, ``global_scale`` being
+fl32(1 / global_scale_inv).
 
 Choices that other implementations make differently:
 
@@ -22,8 +23,10 @@ Choices that other implementations make differently:
 - Codes: even column in the low nibble.
 - Weights are rounded to bfloat16 first: what the rollout holds is what the trainer ships.
 - A weight's ``global_scale_inv`` is the largest power of two not above 2688 / amax, so the decoded
-  weight is exact in bfloat16 and quantizing it again changes nothing. Rule ``"te"`` takes
-  fl32(2688 / amax), as TransformerEngine does.
+  weight is exact in bfloat16. Quantizing it again with the same amax gives the same values, but in
+  blocks whose scale is below 3 * 2^-9 (amax under 1e-5 of the tensor's). With its own amax, bytes
+  may differ where values do not: an amax that decodes to 1344 * 2^k halves the global scale. Rule
+  ``"te"`` takes fl32(2688 / amax), as TransformerEngine does.
 - An activation has one global scale per token (row), fl32(2688 / row amax): a token's codes never
   depend on its batch.
 - An amax below 1e-30 counts as zero; a zero tensor or row has global scale 1.
@@ -51,6 +54,7 @@ __all__ = [
     "SWIZZLE_COLS",
     "SWIZZLE_ROWS",
     "TENSOR_MAX",
+    "WEIGHT_AMAX_MAX",
     "GlobalScaleRule",
     "QuantizedTensor",
     "check_block_aligned",
@@ -78,6 +82,9 @@ TENSOR_MAX = E2M1_MAX * E4M3_MAX  # 2688: what the amax of a tensor maps to
 ONE_SIXTH = 0.16666667163372040  # fl32(1 / 6)
 FLT_MAX = 3.4028234663852886e38
 AMAX_FLOOR = 1e-30
+# Largest weight that never decodes above bfloat16's range: its block scale, amax / 6 * 2^-117, must
+# round to 320 and not to 352, so amax is at most 6 * 336 * 2^117.
+WEIGHT_AMAX_MAX = 252 * 2.0**120
 
 # Tile of the tensor cores' block-scale layout: 128 rows by 4 scales, stored as 32 x 4 x 4.
 SWIZZLE_ROWS = 128
@@ -95,8 +102,8 @@ class QuantizedTensor:
 
     packed: [..., K/2] uint8, two codes a byte, even column in the low nibble.
     block_scale: [..., K/16] float8_e4m3fn, not swizzled.
-    global_scale: float32 decode multiplier. A weight has one per matrix: shape ``packed.shape[:-2]``,
-        a scalar for [N, K] and [E] for stacked experts. Per token: [..., 1].
+    global_scale: float32 decode multiplier. A weight has one per matrix, shape
+        ``packed.shape[:-2]``: a scalar for [N, K], [E] for stacked experts. Per token: [..., 1].
     """
 
     packed: torch.Tensor
@@ -143,7 +150,7 @@ class QuantizedTensor:
 
 
 def check_block_aligned(k: int, what: str) -> None:
-    """Raise ``ValueError`` unless ``k`` elements along K are whole blocks; ``what`` names the tensor."""
+    """Raise ``ValueError`` unless ``k`` elements are whole blocks; ``what`` names the tensor."""
     if k % BLOCK_SIZE:
         raise ValueError(
             f"{what}: K = {k} is not a multiple of {BLOCK_SIZE}, so a block would be cut"

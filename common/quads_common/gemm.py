@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
-from quads_common.format import BLOCK_SIZE, QuantizedTensor
+from quads_common.format import BLOCK_SIZE, INPUT_DTYPES, QuantizedTensor
 from quads_common.packing import unscaled_values
 from quads_common.quantize import quantize
 
@@ -34,6 +34,10 @@ def linear(
     x: [..., K] bf16, fp16 or fp32. weight: [N, K], one global scale. bias: [N] or None.
     Returns [..., N] in x's dtype.
     """
+    if len(weight.shape) != 2 or weight.per_token:
+        raise ValueError(f"weight must be one [N, K] matrix, got {list(weight.shape)}")
+    if x.dtype not in INPUT_DTYPES:
+        raise TypeError(f"x must be one of {[str(d) for d in INPUT_DTYPES]}, got {x.dtype}")
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x has K = {x.shape[-1]}, the weight has K = {weight.shape[-1]}")
     operand, row_scale = scaled_operand(x.reshape(-1, x.shape[-1]), act)
@@ -45,7 +49,7 @@ def linear(
 
 
 def scaled_operand(x: torch.Tensor, act: ActFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """The float32 GEMM operand of activations [M, K] and the factor [M, 1] left for the epilogue."""
+    """The float32 operand of activations [M, K] and the factor [M, 1] left for the epilogue."""
     if act not in ACT_FORMATS:
         raise ValueError(f"act {act!r} is not one of {list(ACT_FORMATS)}")
     if act == "bf16":

@@ -99,10 +99,7 @@ def read_environment_options(variable: str, value: str | None) -> dict[str, Any]
         return {}
     text = value
     if not value.lstrip().startswith("{"):
-        path = Path(value)
-        if not path.is_file():
-            raise ValueError(f"{variable}={value!r} is neither a JSON object nor a file")
-        text = path.read_text()
+        text = _read_file(variable, value)
     try:
         options = json.loads(text)
     except json.JSONDecodeError as error:
@@ -110,6 +107,15 @@ def read_environment_options(variable: str, value: str | None) -> dict[str, Any]
     if not isinstance(options, dict):
         raise ValueError(f"{variable} must be a JSON object, got {type(options).__name__}")
     return options
+
+
+def _read_file(variable: str, value: str) -> str:
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # no such file, a name too long, not text
+        raise ValueError(
+            f"{variable}={value!r} is neither a JSON object nor a readable file: {error}"
+        ) from None
 
 
 def _check_choice(key: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -62,6 +62,9 @@ class Placement:
     ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for key in ("targets", "ignore"):
+            if isinstance(getattr(self, key), str):
+                raise ValueError(f"{key} must be a tuple of names, got {getattr(self, key)!r}")
         if not self.targets:
             raise ValueError(f"targets is empty: give {list(TARGETS)} or module name patterns")
         for key in ("targets", "ignore"):
@@ -69,7 +72,12 @@ class Placement:
                 _check_pattern(key, pattern)
 
     def decide(self, name: str, facts: ModelFacts) -> bool:
-        """Whether the module ``name`` (a linear layer or an MoE's experts) is quantized."""
+        """Whether the module ``name`` (a linear layer or an MoE's experts) is quantized.
+
+        A module without a name is kept: nothing says that it is not lm_head.
+        """
+        if not name:
+            return False
         if any(_matches(pattern, name) for pattern in self.ignore):
             return False
         if any(_matches(p, name) for p in self.targets if p not in TARGETS):

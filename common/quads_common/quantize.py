@@ -16,6 +16,7 @@ from quads_common.format import (
     INPUT_DTYPES,
     ONE_SIXTH,
     TENSOR_MAX,
+    WEIGHT_AMAX_MAX,
     GlobalScaleRule,
     QuantizedTensor,
     check_block_aligned,
@@ -86,7 +87,7 @@ def quantize(
     global_scale_rule: GlobalScaleRule = "pow2",
     name: str = "weight",
 ) -> QuantizedTensor:
-    """Quantize a weight (default) or activations (``per_token=True``) to NVFP4.
+    """Quantize a weight (default) or activations (``per_token=True``) to NVFP4. Has no gradient.
 
     x: [..., K] bf16, fp16 or fp32, K a multiple of 16; never modified. Leading dimensions of a
         weight beyond [N, K] are matrices (experts) with a global scale each.
@@ -95,9 +96,11 @@ def quantize(
 
     Raises:
         TypeError: ``x`` has another dtype (float64, integers).
-        ValueError: K is no multiple of 16; a weight holds NaN or Inf; an option does not apply.
+        ValueError: K is no multiple of 16; a weight holds NaN or Inf, or a magnitude above
+            252 * 2^120 (it could decode to Inf); an option does not apply.
     """
     _check_dtype(x)
+    x = x.detach()
     if x.ndim == 0:
         raise ValueError(f"{name}: cannot quantize a scalar, K is the last dimension")
     check_block_aligned(x.shape[-1], f"{name} {list(x.shape)}")
@@ -111,8 +114,9 @@ def quantize(
             f"{name}: amax must have shape {list(local_amax.shape)}, got {list(amax.shape)}"
         )
     amax = local_amax if amax is None else amax.to(torch.bfloat16).float()
-    if not bool((amax.isfinite() & local_amax.isfinite()).all()):
-        raise ValueError(f"{name} holds NaN or Inf (or a value above the range of bfloat16)")
+    in_range = (amax >= 0) & (amax <= WEIGHT_AMAX_MAX) & (local_amax <= WEIGHT_AMAX_MAX)
+    if not bool(in_range.all()):
+        raise ValueError(f"{name} holds NaN or Inf, or a magnitude above {WEIGHT_AMAX_MAX:.4g}")
     inverse = weight_global_scale_inv(amax, global_scale_rule)
     inverse_row = inverse.reshape(*inverse.shape, *(1,) * min(x.ndim, 2))
     packed, block_scale, global_scale = _quantize_blocks(x.to(torch.bfloat16).float(), inverse_row)

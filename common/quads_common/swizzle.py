@@ -1,6 +1,6 @@
 """Block scales in the tile order of the tensor cores (128 rows x 4 scales) and back.
 
-Within a tile the scale of row ``r``, column ``c`` lies at byte ``(r % 32) * 16 + (r // 32) * 4 + c``;
+Within a tile the scale of row ``r``, column ``c`` is byte ``(r % 32) * 16 + (r // 32) * 4 + c``;
 tiles are stored row of tiles by row of tiles (cuBLAS "1D block scaling factors layout").
 """
 
@@ -18,9 +18,9 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def swizzle_block_scale(block_scale: torch.Tensor) -> torch.Tensor:
-    """[..., N, K/16] to the swizzled order, zero padded to [..., ceil128(N), ceil4(K/16)].
+    """[..., N, K/16] swizzled, zero padded to [..., ceil128(N), ceil4(K/16)].
 
-    Keeps the dtype (float8_e4m3fn or uint8). The last two dimensions of the result are storage only.
+    Keeps the dtype (float8_e4m3fn or uint8). The result's last two dimensions are storage only.
     """
     *lead, rows, cols = block_scale.shape
     padded_rows, padded_cols = _round_up(rows, SWIZZLE_ROWS), _round_up(cols, SWIZZLE_COLS)

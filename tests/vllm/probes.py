@@ -1,7 +1,7 @@
 """What the tests ask of a running engine; executed inside the engine's own process.
 
-``python -m tests.vllm.probes SPEC.json OUT.pt`` starts one engine, runs the probes of the specification in
-order and saves their results by name. One engine answers many tests.
+``python -m tests.vllm.probes SPEC.json OUT.pt`` starts one engine, runs the probes of the
+specification in order and saves their results by name. One engine answers many tests.
 """
 
 import json

@@ -165,7 +165,7 @@ REFUSED = {
 @pytest.mark.parametrize("options, message", REFUSED.values(), ids=REFUSED.keys())
 def test_refused_features(arith_moe, options, message):
     with pytest.raises(ValueError, match=message):
-        check_supported(config(arith_moe, **options))
+        check_supported(config(arith_moe, **options), "emulated", "nvfp4")
 
 
 def with_parallel(**values):
@@ -195,10 +195,10 @@ def with_parallel(**values):
 )
 def test_refused_parallel_features(arith_moe, change, message):
     vllm_config = config(arith_moe)
-    check_supported(vllm_config)
+    check_supported(vllm_config, "emulated", "nvfp4")
     change(vllm_config)
     with pytest.raises(ValueError, match=message):
-        check_supported(vllm_config)
+        check_supported(vllm_config, "emulated", "nvfp4")
 
 
 def test_float16_is_refused(arith_moe):

@@ -5,14 +5,14 @@ unquantized bfloat16, which is the floor.
 """
 
 import pytest
-from tests.vllm import reference
 import torch
-from tests.vllm.engine import run_engine
 
 from quads_common.format import QuantizedTensor
 from quads_common.gemm import accumulation_bound
 from quads_common.packing import unscaled_values
 from quads_common.quantize import dequantize, quantize
+from tests.vllm import reference
+from tests.vllm.engine import run_engine
 
 pytestmark = pytest.mark.engine
 

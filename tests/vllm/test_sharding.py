@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.vllm.engine import run_engine
 
 from quads_common.fingerprint import combine_ranks, fingerprint
 from quads_common.quantize import quantize
+from tests.vllm.engine import run_engine
 
 pytestmark = pytest.mark.engine
 
