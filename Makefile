@@ -3,10 +3,11 @@
 
 PYTHON ?= python3.11
 VENV ?= .venv
+COMPAT ?= 0.29.0
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test compat lint clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 8
@@ -22,6 +23,10 @@ demo: setup ## serve a small model through quads_nvfp4 and ask it a few question
 
 test: setup ## run the tests (ARGS="-k name" picks some)
 	$(BIN)/python -m pytest $(ARGS)
+
+compat: ## run the sync and sharding tests on the vLLM that OpenRLHF pins (COMPAT=0.29.0)
+	@$(PYTHON) tools/setup_cpu_env.py --venv .venv-compat --engine $(COMPAT)
+	.venv-compat/bin/python -m pytest tests/vllm/test_weight_sync.py tests/vllm/test_sharding.py $(ARGS)
 
 lint: setup ## check style and types
 	$(BIN)/ruff check

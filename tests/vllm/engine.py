@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,9 @@ def run_engine(
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        # Layers this small lose more at the barriers of two threads than they gain.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         **(environment or {}),
     }
@@ -58,3 +62,10 @@ def run_engine(
     if code:
         raise RuntimeError(f"engine failed with {code}:\n" + log.read_text()[-6000:])
     return torch.load(out, weights_only=False)
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -43,6 +43,15 @@ def expert_ids(worker: Any) -> dict[str, list[int]]:
     return found
 
 
+def load_raw(worker: Any, path: str) -> None:
+    """Worker function: raw ``load_weights``, one tensor per call, in reverse, nothing after it."""
+    from safetensors.torch import load_file
+
+    model = worker.model_runner.get_model()
+    for item in reversed(load_file(Path(path) / "model.safetensors").items()):
+        model.load_weights([item])
+
+
 class Probes:
     """The probes, by name; ``llm`` is the engine."""
 
@@ -92,6 +101,13 @@ class Probes:
     def reload(self, path: str) -> None:
         """New weights from disk, through vLLM's own reload."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+    def reload_and_print(self, path: str) -> Any:
+        """Partial fingerprints after a reload from disk, then after raw loads of the same."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        first = self.fingerprints()
+        self.llm.collective_rpc(load_raw, args=(path,))
+        return [first, self.fingerprints()]
 
     def moe_calls(self, sequences: list[list[int]]) -> list[dict[str, Any]]:
         """Inputs, routing, quantized activations and outputs of each MoE layer for one batch.
@@ -157,8 +173,10 @@ def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
     from vllm import LLM
 
+    from tests.vllm.sync_probes import SyncProbes
+
     llm = LLM(**spec["engine"])
-    probes = Probes(llm)
+    probes = SyncProbes(llm)
     results = {}
     for name, method, arguments in spec["probes"]:
         results[name] = getattr(probes, method)(*arguments)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from quads_common.fingerprint import combine_ranks, fingerprint
 from quads_common.quantize import quantize
@@ -10,7 +11,6 @@ from tests.vllm.engine import run_engine
 pytestmark = pytest.mark.engine
 
 ALL_LINEARS = {"quads": {"targets": "all"}}
-PROBES = [("units", "units", []), ("experts", "experts", []), ("prints", "fingerprints", [])]
 TWO_RANKS = {
     "in_process": False,
     "tensor_parallel_size": 2,
@@ -19,14 +19,21 @@ TWO_RANKS = {
 
 
 @pytest.fixture(scope="module")
-def run(arith_moe, tmp_path_factory):
+def run(arith_moe, second_checkpoint, tmp_path_factory):
     """An engine on the checkpoint with every linear quantized too."""
+
+    probes = [
+        ("units", "units", []),
+        ("experts", "experts", []),
+        ("prints", "fingerprints", []),
+        ("synced", "reload_and_print", [str(second_checkpoint)]),
+    ]
 
     def engine(**options):
         return run_engine(
             tmp_path_factory.mktemp("engine"),
             arith_moe,
-            PROBES,
+            probes,
             quantization="quads_nvfp4",
             additional_config=ALL_LINEARS,
             **options,
@@ -104,25 +111,32 @@ def test_expert_parallel_bytes(whole, expert_parallel):
     assert seen == 4 * 16 * 2
 
 
-def test_fingerprints_do_not_depend_on_ranks(whole, tensor_parallel, expert_parallel, checkpoint):
+def expected_prints(weights):
+    """What the trainer's quantizer gives for a checkpoint's experts and attention linears."""
     expected = {}
     for layer in range(4):
         mlp, attention = f"model.layers.{layer}.mlp.experts", f"model.layers.{layer}.self_attn"
         for e in range(16):
-            gate, up, down = (
-                checkpoint[f"{mlp}.{e}.{n}_proj.weight"] for n in ("gate", "up", "down")
-            )
+            gate, up, down = (weights[f"{mlp}.{e}.{n}_proj.weight"] for n in ("gate", "up", "down"))
             expected[f"{mlp}.{e}.w13"] = fingerprint(quantize(torch.cat([gate, up])))
             expected[f"{mlp}.{e}.w2"] = fingerprint(quantize(down))
-        qkv = {n: checkpoint[f"{attention}.{n}_proj.weight"] for n in "qkv"}
+        qkv = {n: weights[f"{attention}.{n}_proj.weight"] for n in "qkv"}
         amax = torch.stack([w.abs().amax() for w in qkv.values()]).amax().float()
         for n, weight in qkv.items():
             expected[f"{attention}.{n}_proj"] = fingerprint(quantize(weight, amax=amax))
-        expected[f"{attention}.o_proj"] = fingerprint(
-            quantize(checkpoint[f"{attention}.o_proj.weight"])
-        )
-    for engine in (whole, tensor_parallel, expert_parallel):
-        assert combine_ranks(engine["prints"]) == expected
+        output = weights[f"{attention}.o_proj.weight"]
+        expected[f"{attention}.o_proj"] = fingerprint(quantize(output))
+    return expected
+
+
+@pytest.mark.parametrize("engine", ["whole", "tensor_parallel", "expert_parallel"])
+def test_fingerprints_equal_the_trainers(request, engine, checkpoint, second_checkpoint):
+    """After loading, after a reload from disk and after raw loads, whatever the ranks hold."""
+    results = request.getfixturevalue(engine)
+    assert combine_ranks(results["prints"]) == expected_prints(checkpoint)
+    second = expected_prints(load_file(second_checkpoint / "model.safetensors"))
+    for prints in results["synced"]:
+        assert combine_ranks(prints) == second
 
 
 def test_a_shard_that_cuts_a_block_is_refused(arith_moe, tmp_path):

@@ -1,0 +1,401 @@
+"""Weight syncs into a vLLM engine on a GPU: CUDA graphs, sleep mode, memory, time.
+
+    python tests/gpu/check_sync.py OUT_FOLDER
+
+Needs vLLM, this package with its entry points, and one GPU. Every engine runs in a process of its
+own. Prints one line per check and ends with FAILED or ok.
+
+1. arith-moe with CUDA graphs (no Inductor, so that eager runs the same kernels): after syncs by
+   every path, with the freed memory overwritten, tokens and log-probs equal those of a fresh eager
+   engine; fingerprints equal the shared quantizer's; returned expert ids are the kernel's.
+2. Sleep level 2, wake, sync. Memory over 10 syncs.
+3. Eight layers of Qwen3-30B-A3B's shape: time of a sync beside one into unquantized BF16 vLLM.
+"""
+
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "examples/models/arith-moe"
+PROMPTS = [f"{a}{op}{b}=" for a, op, b in ((347, "+", 589), (12, "-", 345), (808, "+", 77))] + [
+    f"{100 + 7 * i}+{20 + i}=" for i in range(5)
+]
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8]}
+LAYERS, EXPERTS, HIDDEN, INNER = 8, 128, 2048, 768
+
+
+def engine(model: Path, **options: Any) -> Any:
+    """An in-process engine."""
+    from vllm import LLM
+
+    defaults = {"dtype": "bfloat16", "max_model_len": 128, "max_num_seqs": 8, "seed": 0}
+    defaults |= {"gpu_memory_utilization": 0.2, "enable_prefix_caching": False}
+    return LLM(str(model), **{**defaults, **options})
+
+
+def worker_of(llm: Any) -> Any:
+    """The engine's only worker."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+def outputs(llm: Any) -> list[Any]:
+    """Tokens and their log-probs for eight prompts at once: the captured batch size."""
+    from vllm import SamplingParams
+
+    llm.reset_prefix_cache()
+    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0, ignore_eos=True)
+    found = []
+    for o in llm.generate(PROMPTS, params, use_tqdm=False):
+        completion = o.outputs[0]
+        chosen = [
+            step[t].logprob
+            for step, t in zip(completion.logprobs, completion.token_ids, strict=True)
+        ]
+        found.append([list(completion.token_ids), chosen])
+    return found
+
+
+def prints(llm: Any) -> dict[str, str]:
+    """Digests of the engine's weights."""
+    from quads_common.fingerprint import combine_ranks
+
+    return combine_ranks(llm.collective_rpc("quads_fingerprints"))
+
+
+def second_weights() -> dict[str, torch.Tensor]:
+    """Other weights for arith-moe, on the GPU."""
+    from safetensors.torch import load_file
+
+    generator = torch.Generator().manual_seed(1)
+    changed = {}
+    for name, tensor in load_file(MODEL / "model.safetensors").items():
+        noise = 1 + 0.02 * torch.randn(tensor.shape, generator=generator)
+        scale = 2.5 if name.endswith("up_proj.weight") else 1.0
+        changed[name] = (tensor.float() * noise * scale).to(torch.bfloat16).cuda()
+    return changed
+
+
+def expected_prints(weights: dict[str, torch.Tensor]) -> dict[str, str]:
+    """The torch quantizer's digests of arith-moe's experts."""
+    from quads_common import fingerprint, quantize
+
+    found = {}
+    for name in weights:
+        if name.endswith("gate_proj.weight"):
+            expert = name.removesuffix(".gate_proj.weight")
+            pair = [weights[f"{expert}.{n}_proj.weight"].cpu() for n in ("gate", "up")]
+            found[f"{expert}.w13"] = fingerprint(quantize(torch.cat(pair)))
+            found[f"{expert}.w2"] = fingerprint(
+                quantize(weights[f"{expert}.down_proj.weight"].cpu())
+            )
+    return found
+
+
+def overwrite_free_memory() -> None:
+    """Return freed blocks and fill what the next allocations get with 0x7F."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    junk = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
+    junk.fill_(0x7F)
+    torch.cuda.synchronize()
+    del junk
+    torch.cuda.empty_cache()
+
+
+def sync(llm: Any, weights: dict[str, torch.Tensor], path: str) -> None:
+    """One sync by a path of docs/weight_sync.md."""
+    worker = worker_of(llm)
+    model = worker.model_runner.get_model()
+    items = list(weights.items())
+    if path == "reload":
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(items)})
+    elif path == "start/finish":
+        from vllm.model_executor.model_loader import reload
+
+        reload.initialize_layerwise_reload(model)
+        for start in range(0, len(items), 64):
+            model.load_weights(items[start : start + 64])
+        reload.finalize_layerwise_reload(model, worker.vllm_config.model_config)
+    elif path == "bucket":
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+        for start in range(0, len(items), 64):
+            model.load_weights([(n, t.clone()) for n, t in items[start : start + 64]])
+        device = torch.device("cuda")
+        process_weights_after_loading(model, worker.vllm_config.model_config, device)
+    else:
+        for name, tensor in reversed(items):
+            buffer = tensor.clone()
+            model.load_weights([(name, buffer)])
+            buffer.fill_(float("nan"))
+
+
+def part_graphs() -> dict[str, Any]:
+    """CUDA graphs captured before the syncs."""
+    from safetensors.torch import load_file
+
+    llm = engine(MODEL, quantization="quads_nvfp4", compilation_config=GRAPHS)
+    first = {k: v.cuda() for k, v in load_file(MODEL / "model.safetensors").items()}
+    second = second_weights()
+    results: dict[str, Any] = {"report": llm.collective_rpc("quads_report")[0]}
+    results["W1"] = outputs(llm)
+    for path in ("reload", "start/finish", "bucket", "one by one"):
+        sync(llm, second, path)
+        overwrite_free_memory()
+        results[f"W2 {path}"] = outputs(llm)
+        results[f"prints {path}"] = prints(llm) == expected_prints(second)
+        sync(llm, first, path)
+        overwrite_free_memory()
+        results[f"W1 {path}"] = outputs(llm)
+    allocated = []
+    for i in range(10):
+        sync(llm, second if i % 2 else first, "one by one")
+        torch.cuda.synchronize()
+        gc.collect()
+        allocated.append(torch.cuda.memory_allocated())
+    results["allocated"] = allocated
+    return results
+
+
+def part_sleep() -> dict[str, Any]:
+    """Sleep level 1 and 2 with CUDA graphs; a run without a sync must raise."""
+    llm = engine(
+        MODEL, quantization="quads_nvfp4", compilation_config=GRAPHS, enable_sleep_mode=True
+    )
+    results: dict[str, Any] = {"before": outputs(llm)}
+    llm.sleep(level=1)
+    llm.wake_up()
+    results["level 1"] = outputs(llm)
+    second = second_weights()
+    llm.sleep(level=2)
+    overwrite_free_memory()
+    llm.wake_up(tags=["weights"])
+    sync(llm, second, "one by one")
+    llm.wake_up(tags=["kv_cache"])
+    results["level 2, W2"] = outputs(llm)
+    results["prints"] = prints(llm) == expected_prints(second)
+    llm.sleep(level=2)
+    llm.wake_up()
+    try:
+        outputs(llm)
+        results["not synced"] = "it ran"
+    except Exception as error:
+        results["not synced"] = f"{type(error).__name__}: {error}"
+    return results
+
+
+def part_eager(which: str) -> dict[str, Any]:
+    """A fresh eager engine on the first or the second weights, from disk."""
+    model = MODEL
+    if which == "second":
+        import shutil
+
+        from safetensors.torch import save_file
+
+        model = Path("/tmp/arith-moe-second")
+        shutil.copytree(MODEL, model, dirs_exist_ok=True)
+        tensors = {k: v.cpu() for k, v in second_weights().items()}
+        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    llm = engine(model, quantization="quads_nvfp4", enforce_eager=True)
+    return {"outputs": outputs(llm)}
+
+
+def part_routed() -> dict[str, Any]:
+    """Expert ids that the engine returns, and those our kernel was called with."""
+    from vllm import SamplingParams
+
+    from vllm_quads.fused_moe import QuadsMoEMethod
+
+    seen: dict[str, list[Any]] = {}
+    plain = QuadsMoEMethod.apply
+
+    def recording(method, layer, x, topk_weights, topk_ids, *args, **kwargs):
+        seen.setdefault(method.prefix, []).append(topk_ids.cpu())
+        return plain(method, layer, x, topk_weights, topk_ids, *args, **kwargs)
+
+    QuadsMoEMethod.apply = recording
+    llm = engine(
+        MODEL, quantization="quads_nvfp4", enforce_eager=True, enable_return_routed_experts=True
+    )
+    seen.clear()
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    (result,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
+    returned = torch.as_tensor(result.outputs[0].routed_experts).long()
+    ours = torch.stack([seen[k][0] for k in sorted(seen)], dim=1).long()
+    tokens = min(len(returned), len(ours))
+    same = torch.equal(returned[:tokens].sort(-1).values, ours[:tokens].sort(-1).values)
+    return {"shape": list(returned.shape), "tokens": tokens, "equal": same}
+
+
+def big_config(folder: Path) -> Path:
+    """A model of Qwen3-30B-A3B's layer shapes, without weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((MODEL / "config.json").read_text())
+    config |= {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS}
+    config |= {"num_experts_per_tok": 8, "num_hidden_layers": LAYERS, "head_dim": 128}
+    config |= {"num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144}
+    if "layer_types" in config:
+        config["layer_types"] = ["full_attention"] * LAYERS
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_text((MODEL / name).read_text())
+    return folder
+
+
+def big_weights() -> list[tuple[str, torch.Tensor]]:
+    """All tensors of the big model's layers, on the GPU, under checkpoint names."""
+    shapes = {
+        "self_attn.q_proj": (4096, HIDDEN),
+        "self_attn.k_proj": (512, HIDDEN),
+        "self_attn.v_proj": (512, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, 4096),
+        "mlp.gate": (EXPERTS, HIDDEN),
+    }
+    for e in range(EXPERTS):
+        shapes[f"mlp.experts.{e}.gate_proj"] = (INNER, HIDDEN)
+        shapes[f"mlp.experts.{e}.up_proj"] = (INNER, HIDDEN)
+        shapes[f"mlp.experts.{e}.down_proj"] = (HIDDEN, INNER)
+    return [
+        (f"model.layers.{layer}.{name}.weight", torch.randn(s, device="cuda").bfloat16() * 0.02)
+        for layer in range(LAYERS)
+        for name, s in shapes.items()
+    ]
+
+
+def part_time(quantization: str) -> dict[str, Any]:
+    """Seconds of raw ``load_weights`` of all layers, tensors already on the GPU; memory."""
+    llm = engine(
+        big_config(Path(f"/tmp/big-{quantization}")),
+        load_format="dummy",
+        quantization=None if quantization == "none" else quantization,
+        enforce_eager=True,
+        gpu_memory_utilization=0.4,
+    )
+    model = worker_of(llm).model_runner.get_model()
+    items = big_weights()
+    seconds, allocated, peak = [], [], []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        start = time.perf_counter()
+        model.load_weights(items)
+        llm.reset_prefix_cache()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        peak.append(torch.cuda.max_memory_allocated() - before)
+        allocated.append(torch.cuda.memory_allocated())
+    gigabytes = sum(t.nbytes for _, t in items) / 1e9
+    return {"seconds": seconds, "allocated": allocated, "peak": peak, "gigabytes": gigabytes}
+
+
+PARTS = {
+    "graphs": part_graphs,
+    "sleep": part_sleep,
+    "routed": part_routed,
+    "eager first": lambda: part_eager("first"),
+    "eager second": lambda: part_eager("second"),
+    "time quads": lambda: part_time("quads_nvfp4"),
+    "time bf16": lambda: part_time("none"),
+}
+TOGETHER = (
+    ("graphs", "eager first", "eager second"),
+    ("sleep", "routed"),
+    ("time quads",),
+    ("time bf16",),
+)
+
+
+def run_parts(out: Path) -> dict[str, Any]:
+    """Each part in its own process, some beside each other; results by name."""
+    results: dict[str, Any] = {}
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    for group in TOGETHER:
+        running = {}
+        for name in group:
+            log = (out / f"{name.replace(' ', '_')}.log").open("w")
+            command = [sys.executable, __file__, str(out), "--part", name]
+            running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        for name, process in running.items():
+            stem = out / name.replace(" ", "_")
+            if process.wait() == 0:
+                results[name] = json.loads(stem.with_suffix(".json").read_text())
+            else:
+                log_end = stem.with_suffix(".log").read_text()[-1500:]
+                print(f"FAIL {name}: exit {process.returncode}\n{log_end}", flush=True)
+    return results
+
+
+def checks(results: dict[str, Any]) -> list[tuple[str, bool, str]]:
+    """(what, holds, figures) of everything the results allow to check."""
+    found = []
+    if {"graphs", "eager first", "eager second"} <= results.keys():
+        graphs = results["graphs"]
+        expected = {
+            f"W{i}": results[f"eager {n}"]["outputs"] for i, n in ((1, "first"), (2, "second"))
+        }
+        for key, value in graphs.items():
+            if key[:2] in expected:
+                found.append((f"graphs {key} = fresh eager engine", value == expected[key[:2]], ""))
+            elif key.startswith("prints"):
+                found.append((f"graphs {key}", value, ""))
+        found.append(("W1 and W2 differ", expected["W1"] != expected["W2"], ""))
+        flat = graphs["allocated"]
+        found.append(("memory flat over 10 syncs", len(set(flat[1:])) == 1, str(flat[-1])))
+        found.append(("backend triton", graphs["report"]["backend"] == "triton", ""))
+        if "sleep" in results:
+            sleep = results["sleep"]
+            found.append(("sleep level 1", sleep["level 1"] == expected["W1"], ""))
+            found.append(("sleep level 2, sync", sleep["level 2, W2"] == expected["W2"], ""))
+            found.append(("fingerprints after level 2", sleep["prints"], ""))
+            message = sleep["not synced"]
+            found.append(("level 2 without a sync raises", "WeightsLost" in message, message[:90]))
+    if "routed" in results:
+        found.append(("routed experts", results["routed"]["equal"], str(results["routed"])))
+    if {"time quads", "time bf16"} <= results.keys():
+        quads, bf16 = results["time quads"], results["time bf16"]
+        times = [statistics.median(r["seconds"][1:]) for r in (quads, bf16)]
+        figures = (
+            f"{times[0] * 1e3:.0f} ms, BF16 {times[1] * 1e3:.0f} ms, {quads['gigabytes']:.1f} GB"
+        )
+        ratio = times[0] / times[1]
+        found.append(
+            (f"sync takes {ratio:.2f} of BF16's time (at most 1.5)", ratio <= 1.5, figures)
+        )
+        layer = EXPERTS * 3 * HIDDEN * INNER * 2
+        share = max(quads["peak"][1:]) / layer
+        found.append((f"peak {share:.3f} of a layer in BF16 (at most 1.3)", share <= 1.3, ""))
+        flat = len(set(quads["allocated"][1:])) == 1
+        found.append(("memory flat, big model", flat, str(quads["allocated"][-1])))
+    return found
+
+
+def main() -> None:
+    """Run everything, or one part."""
+    out = Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    if "--part" in sys.argv:
+        name = sys.argv[-1]
+        result = PARTS[name]()
+        (out / f"{name.replace(' ', '_')}.json").write_text(json.dumps(result))
+        return
+    results = run_parts(out)
+    found = checks(results)
+    for what, holds, figures in found:
+        print(f"{'ok  ' if holds else 'FAIL'} {what} {figures}")
+    good = all(holds for _, holds, _ in found) and len(results) == len(PARTS)
+    print("ok" if good else "FAILED")
+    sys.exit(not good)
+
+
+if __name__ == "__main__":
+    main()
