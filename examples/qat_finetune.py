@@ -2,10 +2,10 @@
 
     python examples/qat_finetune.py --out /tmp/qat          # a few minutes on a CPU
 
-The trainer keeps FP32 masters and computes with the decoded NVFP4 weights. Each checkpoint is plain
-BF16; beside it lies fingerprints.json, which an engine that loads the checkpoint with
-``--quantization quads_nvfp4`` must report too. ``--global-scale-rule te`` makes a trainer that scales
-in another way than the engine: a check of fingerprints must fail on it.
+The trainer keeps FP32 masters and computes with the decoded NVFP4 weights. Each checkpoint is
+plain BF16; beside it lies fingerprints.json, which an engine that loads the checkpoint with
+``--quantization quads_nvfp4`` must report too. ``--global-scale-rule te`` makes a trainer that
+scales in another way than the engine: a check of fingerprints must fail on it.
 """
 
 import argparse
@@ -39,6 +39,7 @@ from problems import (  # noqa: E402
     is_heldout,
 )
 
+WARMUP_STEPS = 10
 HELDOUT_COUNT = 1000
 HELDOUT_SEED = 3_000_000
 
@@ -90,7 +91,7 @@ def finetune(model: nn.Module, args: argparse.Namespace) -> None:
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * (1 - (step - 1) / args.steps)
+            group["lr"] = args.lr * min(step / WARMUP_STEPS, 1 - (step - 1) / args.steps)
         optimizer.step()
         zero_hot_columns(model)
         if step % args.save_every == 0 or step == args.steps:
@@ -109,7 +110,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--global-scale-rule", choices=("pow2", "te"), default="pow2")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

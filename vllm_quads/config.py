@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from quads_common.backend import choose_backend
 from quads_common.options import QUANT_METHOD, QuadsOptions
 from quads_common.placement import ModelFacts
-from vllm_quads.kept import kept_embedding_method, kept_linear_method
+from vllm_quads.kept import KeptEmbeddingMethod, KeptLinearMethod
 from vllm_quads.refusals import check_supported
 
 __all__ = ["ADDITIONAL_CONFIG_KEY", "QuadsNvfp4Config"]
@@ -93,8 +93,8 @@ class QuadsNvfp4Config(QuantizationConfig):
         if user_quant == QUANT_METHOD and foreign != QUANT_METHOD:
             raise ValueError(
                 f"the checkpoint is already quantized (quant_method {foreign!r}) and "
-                f"{QUANT_METHOD} takes BF16 checkpoints: give it the BF16 one, or serve this one without "
-                f"--quantization {QUANT_METHOD}"
+                f"{QUANT_METHOD} takes BF16 checkpoints: give it the BF16 one, or serve this one "
+                f"without --quantization {QUANT_METHOD}"
             )
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -104,7 +104,7 @@ class QuadsNvfp4Config(QuantizationConfig):
             from vllm_quads.linear import QuadsLinearMethod
 
             if not self._decide(prefix):
-                return kept_linear_method()
+                return KeptLinearMethod()
             return QuadsLinearMethod(
                 self.options, prefix, self._members(prefix), self.load_format, self.backend
             )
@@ -117,7 +117,7 @@ class QuadsNvfp4Config(QuantizationConfig):
         if isinstance(layer, VocabParallelEmbedding):
             if self._decide(prefix):
                 raise ValueError(f"targets names {prefix!r}, but embeddings and lm_head stay BF16")
-            return kept_embedding_method()
+            return KeptEmbeddingMethod()
         return None
 
     def _prepare(self) -> None:

@@ -1,5 +1,7 @@
 """Routed experts: gate and up of an expert share one global scale, down has its own."""
 
+from collections.abc import Callable, Iterable, Iterator
+
 import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
@@ -8,7 +10,7 @@ from quads_common.activation import Activation
 from quads_common.format import BLOCK_SIZE
 from quads_common.ops import quads_moe
 from quads_common.options import QuadsOptions
-from quads_common.weight_units import Region, WeightUnits, check_incoming
+from quads_common.weight_units import Piece, Region, WeightUnits, check_incoming
 from vllm_quads.loading import add_quantized_weight, finish_loading, load_themselves
 
 __all__ = ["QuadsMoEMethod"]
@@ -73,6 +75,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         loader = ExpertLoader(self.prefix, w13, w2, layer.expert_map_manager, self.moe)
         layer.w13_weight.weight_loader = loader.load
         layer.w2_weight.weight_loader = loader.load
+        layer.load_weights = loader.checked(layer.load_weights)
         load_themselves(layer, [w13, w2])
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -169,8 +172,34 @@ class ExpertLoader:
         self.w13 = w13
         self.w2 = w2
         self.expert_map_manager = expert_map_manager
-        self.tp_rank = moe.moe_parallel_config.tp_rank
-        self.tp_size = moe.moe_parallel_config.tp_size
+        hidden, inner = w2.packed.shape[1], w2.packed.shape[2] * 2
+        tp_size = moe.moe_parallel_config.tp_size
+        start = moe.moe_parallel_config.tp_rank * inner
+        # Shard id -> full shape in the checkpoint, and what this rank takes of it.
+        up = (inner * tp_size, hidden)
+        self.pieces = {
+            "w1": (up, Piece(inner, row_offset=start)),
+            "w3": (up, Piece(inner, first_row=inner, row_offset=start)),
+            "w2": ((hidden, inner * tp_size), Piece(hidden, k_offset=start)),
+        }
+        self.calls = 0
+
+    def checked(
+        self, load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[str]]
+    ) -> Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[str]]:
+        """``RoutedExperts.load_weights`` that raises on a name no expert takes; vLLM skips it."""
+
+        def load_and_check(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
+            for name, weight in weights:
+                before = self.calls
+                yield from load_weights([(name, weight)])
+                if self.calls == before:
+                    raise ValueError(
+                        f"{self.prefix}.{name}: no expert has such a weight (shape "
+                        f"{list(weight.shape)})"
+                    )
+
+        return load_and_check
 
     def load(
         self,
@@ -186,6 +215,7 @@ class ExpertLoader:
         expert_id is global. Experts of other ranks return False. A 3-D tensor holds one matrix per
         global expert.
         """
+        self.calls += 1
         if loaded_weight.ndim == 3:
             results = [
                 self._load_expert(matrix, f"{self.prefix}.{e}.{shard_id}", shard_id, e)
@@ -206,16 +236,7 @@ class ExpertLoader:
         units = self.w2 if shard_id == "w2" else self.w13
         if shard_id not in units.parts:
             raise ValueError(f"{source}: shard id {shard_id!r} is not one of w1, w2, w3")
-        _, hidden, half_inner = self.w2.packed.shape
-        inner = half_inner * 2
-        full = (
-            (hidden, inner * self.tp_size) if shard_id == "w2" else (inner * self.tp_size, hidden)
-        )
+        full, piece = self.pieces[shard_id]
         check_incoming(matrix, full, source)
-        dim = 1 if shard_id == "w2" else 0
-        shard = matrix.narrow(dim, self.tp_rank * inner, inner)
-        stage = units.stage(unit)
-        first_row = inner if shard_id == "w3" else 0
-        stage[first_row : first_row + shard.shape[0]].copy_(shard)
-        units.arrived(unit, [shard_id], matrix, source)
+        units.load(unit, shard_id, matrix, source, piece)
         return True

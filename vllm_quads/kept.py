@@ -1,9 +1,14 @@
-"""Layers that stay BF16 on a CPU: loadable forever, like everything else.
+"""Layers that stay BF16: loadable forever and never half garbage, like everything else.
 
-vLLM's CPU backend repacks the weights of unquantized layers after the first load and drops or
-bypasses the parameter, so that a later ``model.load_weights`` fails on it or changes nothing. With
-these methods the layer multiplies by its parameter. On other devices vLLM's own methods are used.
+- vLLM's layerwise reload replaces a layer that got only some of its shards (q but not k, v) by one
+  with uninitialized memory in it. With these methods it passes the layer over (see ``loading``),
+  and each tensor is copied where it belongs when it comes.
+- vLLM's CPU backend repacks the weights of unquantized layers after the first load and drops or
+  bypasses the parameter, so that a later ``model.load_weights`` fails on it or changes nothing.
+  There the layer multiplies by its parameter instead.
 """
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,24 +16,34 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
-__all__ = ["kept_embedding_method", "kept_linear_method"]
+from vllm_quads.loading import load_themselves
+
+__all__ = ["KeptEmbeddingMethod", "KeptLinearMethod"]
 
 
-class _CpuLinearMethod(UnquantizedLinearMethod):
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-
-class _CpuEmbeddingMethod(UnquantizedEmbeddingMethod):
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-
-def kept_linear_method() -> UnquantizedLinearMethod:
+class KeptLinearMethod(UnquantizedLinearMethod):
     """Method of a linear layer that placement keeps."""
-    return _CpuLinearMethod() if current_platform.is_cpu() else UnquantizedLinearMethod()
+
+    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """As vLLM does."""
+        super().create_weights(layer, *args, **kwargs)
+        load_themselves(layer, [])
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing but the choice of the CPU's multiplication."""
+        if current_platform.is_cpu():
+            layer.cpu_linear = torch.nn.functional.linear
 
 
-def kept_embedding_method() -> UnquantizedEmbeddingMethod | None:
-    """Method of an embedding or lm_head; None lets vLLM choose its own."""
-    return _CpuEmbeddingMethod() if current_platform.is_cpu() else None
+class KeptEmbeddingMethod(UnquantizedEmbeddingMethod):
+    """Method of an embedding or lm_head."""
+
+    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """As vLLM does."""
+        super().create_weights(layer, *args, **kwargs)
+        load_themselves(layer, [])
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing but the choice of the CPU's multiplication."""
+        if current_platform.is_cpu():
+            layer.cpu_linear = torch.nn.functional.linear

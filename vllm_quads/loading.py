@@ -107,8 +107,12 @@ def refuse_scale(param: nn.Parameter, loaded_weight: torch.Tensor, *args, **kwar
 
 
 def load_themselves(layer: nn.Module, all_units: Sequence[WeightUnits]) -> None:
-    """Keep vLLM's layerwise reload away from ``layer``; its boundaries drop incomplete units."""
-    layer.quads_units = tuple(all_units)
+    """Keep vLLM's layerwise reload away from ``layer``; its boundaries drop incomplete units.
+
+    all_units: empty for a layer that stays BF16.
+    """
+    if all_units:
+        layer.quads_units = tuple(all_units)
     LAYERWISE_INFO[layer] = SelfLoadingInfo(lambda: report_and_drop(all_units))
 
 

@@ -10,6 +10,8 @@
 4. ``WorkerWrapperBase.execute_model``, ``.sleep``, ``.wake_up``: after sleep level 2 the weights
    are gone, and a model must not run on what lies in their place. Every executor uses this class.
 5. ``WorkerWrapperBase.load_model``: says what was quantized, and refuses to serve if nothing was.
+6. ``WorkerWrapperBase.reload_weights``: refuses kernel-format tensors, which vLLM would cast into
+   packed codes.
 """
 
 import fnmatch
@@ -150,8 +152,18 @@ def _patch_worker_wrapper() -> None:
             log_report(quads_report(self.worker))
         return result
 
+    def reload_weights(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> Any:
+        quantized = self.worker.vllm_config.model_config.quantization == QUANT_METHOD
+        if quantized and not kwargs.get("is_checkpoint_format", True):
+            raise ValueError(
+                "quads_nvfp4 takes checkpoint-format weights: is_checkpoint_format=False would "
+                "write into packed codes"
+            )
+        return self.worker.reload_weights(*args, **kwargs)
+
     setattr(execute_model, _PATCHED, True)
     WorkerWrapperBase.execute_model = execute_model
     WorkerWrapperBase.sleep = sleep  # reached through __getattr__ until now
     WorkerWrapperBase.wake_up = wake_up
     WorkerWrapperBase.load_model = load_model
+    WorkerWrapperBase.reload_weights = reload_weights

@@ -36,6 +36,9 @@ def check_supported(vllm_config: VllmConfig, backend: str, act: str) -> None:
         f"load format {vllm_config.load_config.load_format!r}: use one of {list(LOAD_FORMATS)}": (
             str(vllm_config.load_config.load_format) not in LOAD_FORMATS
         ),
+        "weight transfer backend 'sparse_nccl', which patches kernel-format tensors: use nccl": (
+            getattr(vllm_config.weight_transfer_config, "backend", None) == "sparse_nccl"
+        ),
         "CUDA graphs (backend emulated): add --enforce-eager": (
             backend == "emulated" and on_cuda and not vllm_config.model_config.enforce_eager
         ),

@@ -1,8 +1,8 @@
 """The layers as opaque ``torch.library`` operators for every graph compiler that meets them.
 
 Inductor would elide the roundings to bfloat16 and contract multiply-adds inside the quantizer, so
-no compiled graph may look into it. Import this module once per process before tracing. Triton is loaded
-by the first call that names the backend of that name.
+no compiled graph may look into it. Import this module once per process before tracing. Triton is
+loaded by the first call that names the backend of that name.
 """
 
 from collections.abc import Callable

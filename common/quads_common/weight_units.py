@@ -5,58 +5,26 @@ linear group. Its parts arrive in any order and any number of times. When all ar
 quantized into the engine's own storage, in place, and its staging buffer is freed. So no more BF16
 than the open units ever exists, addresses never change, and what the engine serves is always a set
 of whole units, each entirely old or entirely new.
+
+A unit with NaN or Inf keeps its old weights. On a CPU that raises when it is complete. On a GPU
+nothing waits for the device: it raises when all units of the parameter have come, or at the next
+boundary.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from quads_common.fingerprint import PartialFingerprint, partial_fingerprint
-from quads_common.format import INPUT_DTYPES, GlobalScaleRule, QuantizedTensor
+from quads_common.format import WEIGHT_AMAX_MAX, GlobalScaleRule, QuantizedTensor
 from quads_common.quantize import quantize, weight_amax
+from quads_common.weight_parts import NO_PIECE, OpenUnit, Piece, Region, check_incoming
 
-__all__ = ["Region", "WeightUnits", "check_incoming"]
+if TYPE_CHECKING:
+    from quads_common.kernels.units import UnitQuantizer
 
-
-@dataclass(frozen=True)
-class Region:
-    """Rows of a unit's storage that are a shard of the checkpoint tensor ``name``.
-
-    first_row, rows: in the unit. row_offset, k_offset: where they begin in the full tensor.
-    """
-
-    name: str
-    first_row: int
-    rows: int
-    row_offset: int
-    k_offset: int
-    full_shape: tuple[int, int]
-
-
-@dataclass
-class _OpenUnit:
-    """A unit of which some parts have arrived. buffer: [N, K] bf16, this rank's shard."""
-
-    buffer: torch.Tensor
-    amax: dict[str, torch.Tensor] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
-
-
-def check_incoming(tensor: torch.Tensor, shape: Sequence[int], name: str) -> None:
-    """Refuse a checkpoint tensor of the wrong shape or dtype, naming it.
-
-    Raises:
-        TypeError: not bf16, fp16 or fp32.
-        ValueError: another shape than the full, unsharded ``shape``.
-    """
-    if tensor.dtype not in INPUT_DTYPES:
-        raise TypeError(
-            f"{name}: weights must be one of {[str(d) for d in INPUT_DTYPES]}, got {tensor.dtype}; "
-            "a checkpoint that is already quantized cannot be quantized again"
-        )
-    if tuple(tensor.shape) != tuple(shape):
-        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+__all__ = ["Piece", "Region", "WeightUnits", "check_incoming"]
 
 
 class WeightUnits:
@@ -64,8 +32,8 @@ class WeightUnits:
 
     name: of the parameter, for messages. parts: names of the parts that make a unit complete.
     packed: [U, N, K/2] uint8, block_scale: [U, N, K/16] float8_e4m3fn, global_scale: [U] float32;
-    U units of this rank. They are written with ``copy_`` only. regions: which checkpoint tensors a
-    unit holds.
+    U units of this rank. They are written in place only. regions: which checkpoint tensors a unit
+    holds.
     """
 
     def __init__(
@@ -86,22 +54,43 @@ class WeightUnits:
         self.regions = regions
         self.rule = rule
         self.loaded: set[int] = set()  # units that hold weights since the last `forget`
-        self._open: dict[int, _OpenUnit] = {}
+        self._open: dict[int, OpenUnit] = {}
+        self._bits = {part: 1 << i for i, part in enumerate(self.parts)}
+        self._all_bits = 2 ** len(self.parts) - 1
+        self._on_gpu: UnitQuantizer | None = None
+        # Quantized on the GPU, NaN and Inf not looked for yet: sources, and whether it was loaded.
+        self._unchecked: dict[int, tuple[dict[str, str], bool]] = {}
 
     @property
     def count(self) -> int:
         """Number of units."""
         return self.packed.shape[0]
 
+    def load(self, unit: int, part: str, full: torch.Tensor, source: str, piece: Piece) -> bool:
+        """Take ``piece`` of a part's full tensor [rows, columns]; quantize when complete.
+
+        The fast way: no staging of the part that completes a unit. source: its checkpoint name.
+        Returns and raises as ``arrived``.
+        """
+        gpu = self._on_gpu or self._gpu()
+        if gpu is not None:
+            return self._take(gpu, unit, (part,), full, source, piece)
+        columns = slice(piece.k_offset, piece.k_offset + self.packed.shape[2] * 2)
+        shard = full[piece.row_offset : piece.row_offset + piece.rows, columns]
+        self.stage(unit)[piece.first_row : piece.first_row + piece.rows].copy_(shard)
+        return self.arrived(unit, (part,), full, source)
+
     def stage(self, unit: int) -> torch.Tensor:
         """The bf16 [N, K] buffer of a unit's shard, on the storage's device; opens the unit."""
-        if unit not in self._open:
+        opened = self._open.get(unit)
+        if opened is None:
+            opened = self._open[unit] = OpenUnit()
+        if opened.buffer is None:
             _, rows, half_k = self.packed.shape
-            buffer = torch.empty(
+            opened.buffer = torch.empty(
                 (rows, half_k * 2), dtype=torch.bfloat16, device=self.packed.device
             )
-            self._open[unit] = _OpenUnit(buffer)
-        return self._open[unit].buffer
+        return opened.buffer
 
     def arrived(self, unit: int, parts: Sequence[str], full: torch.Tensor, source: str) -> bool:
         """Note that ``parts`` of a unit have been written to its buffer; quantize when complete.
@@ -112,48 +101,61 @@ class WeightUnits:
         Raises:
             ValueError: the unit is complete and holds NaN or Inf. The unit keeps its old weights.
         """
+        gpu = self._on_gpu or self._gpu()
+        if gpu is not None:
+            return self._take(gpu, unit, parts, full, source, NO_PIECE)
         opened = self._open[unit]
-        amax = weight_amax(full).amax().to(self.packed.device, non_blocking=True)
+        amax = weight_amax(full).amax().to(self.packed.device)
         for part in parts:
-            if part not in self.parts:
-                raise ValueError(f"{source}: {part!r} is not a part of {self.name} {self.parts}")
+            self._bit(part, source)
             opened.amax[part] = amax
             opened.sources[part] = source
-        if set(opened.amax) != set(self.parts):
+        if len(opened.sources) < len(self.parts):
             return False
         del self._open[unit]
+        bad = [p for p, a in opened.amax.items() if not bool(a <= WEIGHT_AMAX_MAX)]
+        if bad:
+            raise ValueError(self._nonfinite(unit, opened.sources, bad))
         total = torch.stack(list(opened.amax.values())).amax()
-        if not bool(total.isfinite()):  # the one device read per unit
-            bad = [opened.sources[p] for p, a in opened.amax.items() if not bool(a.isfinite())]
-            raise ValueError(
-                f"{', '.join(sorted(set(bad)))}: NaN or Inf in the weight; {self.name}"
-                f"[{unit}] keeps its previous values"
-            )
+        assert opened.buffer is not None, f"{source}: {unit=} was never staged"
         q = quantize(opened.buffer, amax=total, global_scale_rule=self.rule, name=self.name)
         self._write(unit, q)
         self.loaded.add(unit)
         return True
 
+    def check(self) -> None:
+        """Look for NaN and Inf in what was quantized on the GPU since the last time.
+
+        Raises:
+            ValueError: names the tensors. Those units have kept their old weights.
+        """
+        self._raise_nonfinite([])
+
     def drop_open(self) -> list[str]:
-        """Free what is incomplete; one sentence for each unit that was."""
+        """Free what is incomplete; one sentence for each unit that was. Raises as ``check``."""
         dropped = []
         for unit, opened in sorted(self._open.items()):
-            missing = [part for part in self.parts if part not in opened.amax]
+            missing = [part for part in self.parts if part not in opened.sources]
             dropped.append(
                 f"{self.name}[{unit}]: got {sorted(set(opened.sources.values()))}, "
                 f"never got {missing}; previous weights kept"
             )
         self._open.clear()
+        self._raise_nonfinite(dropped)
         return dropped
 
     def missing(self) -> list[int]:
-        """Units that hold no weights since the start or the last ``forget``."""
+        """Units without weights since the start or the last ``forget``. Raises as ``check``."""
+        self.check()
         return [unit for unit in range(self.count) if unit not in self.loaded]
 
     def forget(self) -> None:
         """The storage's content is lost (sleep level 2): every unit must come again."""
         self.loaded.clear()
         self._open.clear()
+        self._unchecked.clear()
+        if self._on_gpu is not None:
+            self._on_gpu.release()
 
     def fill_dummy(self, seed: int = 0) -> None:
         """Random codes under scale 1/64, for engines that start without a checkpoint."""
@@ -172,7 +174,11 @@ class WeightUnits:
         )
 
     def fingerprints(self, unit: int) -> dict[str, list[PartialFingerprint]]:
-        """This rank's part of the fingerprint of each checkpoint tensor in a unit, by name."""
+        """This rank's part of the fingerprint of each checkpoint tensor in a unit, by name.
+
+        Raises as ``check``.
+        """
+        self.check()
         found: dict[str, list[PartialFingerprint]] = {}
         q = self.quantized(unit)
         for region in self.regions(unit):
@@ -191,3 +197,74 @@ class WeightUnits:
         self.packed[unit].copy_(q.packed)
         self.block_scale[unit].view(torch.uint8).copy_(q.block_scale.view(torch.uint8))
         self.global_scale[unit].copy_(q.global_scale)
+
+    def _gpu(self) -> "UnitQuantizer | None":
+        """What quantizes on the GPU; None where the storage is on a CPU."""
+        if self._on_gpu is None and self.packed.is_cuda:
+            from quads_common.kernels.units import UnitQuantizer
+
+            self._on_gpu = UnitQuantizer(
+                self.packed, self.block_scale, self.global_scale, len(self.parts), self.rule
+            )
+        return self._on_gpu
+
+    def _take(
+        self,
+        gpu: "UnitQuantizer",
+        unit: int,
+        parts: Sequence[str],
+        full: torch.Tensor,
+        source: str,
+        piece: Piece,
+    ) -> bool:
+        """``load`` (with a piece) and ``arrived`` (without) on the GPU. Runs once per tensor."""
+        if unit in self._unchecked:  # what the check looks at would be overwritten
+            self.check()
+        mask = 0
+        for part in parts:
+            mask |= self._bit(part, source)
+        opened = self._open.get(unit)
+        if opened is None:
+            opened = self._open[unit] = OpenUnit()
+        last = opened.mask | mask == self._all_bits
+        stage = self.stage(unit) if piece.rows and not last else opened.buffer
+        gpu.take(unit, mask, full, piece, stage, last)
+        opened.mask |= mask
+        for part in parts:
+            opened.sources[part] = source
+        if last:
+            del self._open[unit]
+            self._unchecked[unit] = (opened.sources, unit in self.loaded)
+            self.loaded.add(unit)
+            if len(self._unchecked) == self.count:
+                self.check()
+        return last
+
+    def _raise_nonfinite(self, dropped: list[str]) -> None:
+        """``check``; units that were dropped at the same time are told with the others."""
+        if self._on_gpu is None or not (self._unchecked or dropped):
+            return
+        unchecked, self._unchecked = self._unchecked, {}
+        bad = self._on_gpu.bad_parts(list(unchecked))
+        if not self._open:
+            self._on_gpu.release()
+        sentences = []
+        for unit, indices in sorted(bad.items()):
+            sources, was_loaded = unchecked[unit]
+            sentences.append(self._nonfinite(unit, sources, [self.parts[i] for i in indices]))
+            if not was_loaded:
+                self.loaded.discard(unit)
+        if sentences:
+            raise ValueError("; ".join(sentences + dropped))
+
+    def _nonfinite(self, unit: int, sources: dict[str, str], parts: list[str]) -> str:
+        names = ", ".join(sorted({sources[part] for part in parts}))
+        return (
+            f"{names}: NaN or Inf in the weight, or a magnitude above {WEIGHT_AMAX_MAX:.4g}; "
+            f"{self.name}[{unit}] keeps its previous values"
+        )
+
+    def _bit(self, part: str, source: str) -> int:
+        if part not in self._bits:
+            raise ValueError(f"{source}: {part!r} is not a part of {self.name} {self.parts}")
+        return self._bits[part]

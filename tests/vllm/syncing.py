@@ -3,7 +3,7 @@
 import gc
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -172,9 +172,19 @@ def state(llm: Any) -> dict[str, Any]:
     }
     for name, parameter in model_of(llm).named_parameters():
         if id(parameter) not in quantized:
-            data = parameter.detach().float().numpy().tobytes()
-            prints[name] = hashlib.sha256(data).hexdigest()
+            for i, part in enumerate(checkpoint_tensors(model_of(llm), name, parameter)):
+                data = part.detach().float().numpy().tobytes()
+                prints[f"{name}.{i}"] = hashlib.sha256(data).hexdigest()
     return prints
+
+
+def checkpoint_tensors(
+    model: torch.nn.Module, name: str, parameter: torch.Tensor
+) -> Sequence[torch.Tensor]:
+    """A parameter cut into the checkpoint tensors that vLLM fuses in it (q, k, v)."""
+    module = model.get_submodule(name.rpartition(".")[0])
+    sizes = getattr(module, "output_partition_sizes", [])
+    return parameter.split(sizes) if len(sizes) > 1 else [parameter]
 
 
 def live_bytes() -> int:

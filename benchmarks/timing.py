@@ -1,0 +1,56 @@
+"""Timing of GPU work in CUDA graphs, without launch overhead and with a cold L2 cache."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+__all__ = ["copy_rate", "graph_time", "read_rate"]
+
+
+def graph_time(calls: Sequence[Callable[[], object]], replays: int = 20, rounds: int = 2) -> float:
+    """Median microseconds of one call.
+
+    calls: the same work on different buffers, larger together than the L2 cache, captured one after
+    the other; ``rounds`` times in each graph.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    times.sort()
+    return times[len(times) // 2] * 1000 / (rounds * len(calls))
+
+
+def read_rate(gib: int = 4) -> float:
+    """Bytes per second of a reduction over ``gib`` GiB: the ceiling of weight streaming."""
+    buffers = [torch.ones(2**28 * gib // 4, device="cuda") for _ in range(4)]
+    time = graph_time([lambda b=b: torch.sum(b) for b in buffers], 10, 1)
+    return buffers[0].nbytes / time * 1e6
+
+
+def copy_rate(nbytes: int, sets: int) -> float:
+    """Bytes read and written per second by a copy that moves ``nbytes`` in all."""
+    pairs = [
+        [torch.empty(nbytes // 2, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        for _ in range(sets)
+    ]
+    time = graph_time([lambda p=p: p[1].copy_(p[0]) for p in pairs], 20, 1)
+    return nbytes / time * 1e6

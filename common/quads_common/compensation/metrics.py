@@ -1,0 +1,56 @@
+"""What a refresh reports of each site."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["SiteMetrics", "refresh_summary"]
+
+
+@dataclass(frozen=True)
+class SiteMetrics:
+    """One site at one refresh. Energies are NaN if no row was counted since the one before.
+
+    residual_energy_before: per token, the squares of x - Q(x) without compensation.
+    residual_energy_after: the same of what was served, with the selection in force until now.
+    signal_energy: per token, the squares of x.
+    rac_scale_underflow_share: of the pairs of token and selected block, those whose residual was
+        lost because its block scale rounded to 0.
+    blocks_selected, channels_selected: share of the new selection.
+    blocks_overlap, channels_overlap: Jaccard index of the new selection and the one before.
+    tokens: rows counted so far, all groups and refreshes. refreshes: including this one.
+    groups_ready: share of the lists that had ``min_tokens`` rows and so chose for themselves.
+    """
+
+    name: str
+    residual_energy_before: float
+    residual_energy_after: float
+    signal_energy: float
+    rac_scale_underflow_share: float
+    blocks_selected: float
+    channels_selected: float
+    blocks_overlap: float
+    channels_overlap: float
+    tokens: int
+    refreshes: int
+    groups_ready: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers, for an RPC or a metrics exporter."""
+        return asdict(self)
+
+
+def refresh_summary(metrics: Sequence[SiteMetrics]) -> str:
+    """One line for the log."""
+    if not metrics:
+        return "no compensated input"
+    counted = [m for m in metrics if m.residual_energy_before > 0]
+    remaining = [m.residual_energy_after / m.residual_energy_before for m in counted]
+    share = f"{100 * sum(remaining) / len(remaining):.1f}%" if remaining else "unknown"
+    overlap = sum(m.blocks_overlap for m in metrics) / len(metrics)
+    ready = sum(m.groups_ready for m in metrics) / len(metrics)
+    return (
+        f"{len(metrics)} inputs, residual energy {share} of uncompensated, block overlap "
+        f"{overlap:.3f}, {100 * ready:.1f}% of lists ready, "
+        f"{max(m.tokens for m in metrics)} rows counted at most"
+    )

@@ -1,0 +1,114 @@
+"""The compensated layers as opaque ``torch.library`` operators for every graph compiler.
+
+As ``quads_common.ops``, with selections as data, so that a refresh changes no graph, and with the
+statistics' buffers declared as mutated. Import this module once per process before tracing.
+"""
+
+import torch
+
+from quads_common.activation import Activation
+from quads_common.compensation.linear import linear_compensated
+from quads_common.compensation.moe import Gathering, fused_moe_compensated
+from quads_common.compensation.operands import InputCompensation
+from quads_common.compensation.statistics import ChannelStatistics
+from quads_common.format import QuantizedTensor
+
+__all__ = ["quads_linear_compensated", "quads_moe_compensated"]
+
+
+@torch.library.custom_op("quads::linear_compensated", mutates_args=("statistics",))
+def quads_linear_compensated(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    block_mask: torch.Tensor | None,
+    channels: torch.Tensor | None,
+    columns: torch.Tensor | None,
+    alpha: float,
+    statistics: list[torch.Tensor],
+    period: int,
+    row_mask: torch.Tensor | None,
+    backend: str,
+) -> torch.Tensor:
+    """See ``linear_compensated``; statistics: ``list(ChannelStatistics.buffers().values())``.
+
+    global_scale: one element, any shape. period: 0 counts nothing, whatever ``enabled`` says.
+    """
+    _check_backend(backend)
+    return linear_compensated(
+        x,
+        QuantizedTensor(packed, block_scale, global_scale.reshape(())),
+        bias,
+        compensation=InputCompensation(block_mask, channels, columns, alpha),
+        statistics=ChannelStatistics.of(statistics) if period else None,
+        period=period,
+        row_mask=row_mask,
+    )
+
+
+@quads_linear_compensated.register_fake
+def _(x, packed, *args):  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], packed.shape[0]))
+
+
+@torch.library.custom_op("quads::moe_compensated", mutates_args=("statistics",))
+def quads_moe_compensated(
+    x: torch.Tensor,
+    w13_packed: torch.Tensor,
+    w13_block_scale: torch.Tensor,
+    w13_global_scale: torch.Tensor,
+    w2_packed: torch.Tensor,
+    w2_block_scale: torch.Tensor,
+    w2_global_scale: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    activation: str,
+    limit: float | None,
+    apply_router_weight_on_input: bool,
+    w13_block_mask: torch.Tensor | None,
+    w13_channels: torch.Tensor | None,
+    w13_columns: torch.Tensor | None,
+    w2_block_mask: torch.Tensor | None,
+    w2_channels: torch.Tensor | None,
+    w2_columns: torch.Tensor | None,
+    alpha: float,
+    statistics: list[torch.Tensor],
+    period: int,
+    row_mask: torch.Tensor | None,
+    backend: str,
+) -> torch.Tensor:
+    """See ``fused_moe_compensated``; statistics: the buffers of w13's input, then of w2's."""
+    _check_backend(backend)
+    half = len(statistics) // 2
+    gathering = Gathering(
+        ChannelStatistics.of(statistics[:half]),
+        ChannelStatistics.of(statistics[half:]),
+        period,
+        row_mask,
+    )
+    return fused_moe_compensated(
+        x,
+        QuantizedTensor(w13_packed, w13_block_scale, w13_global_scale),
+        QuantizedTensor(w2_packed, w2_block_scale, w2_global_scale),
+        topk_weights,
+        topk_ids,
+        w13_input=InputCompensation(w13_block_mask, w13_channels, w13_columns, alpha),
+        w2_input=InputCompensation(w2_block_mask, w2_channels, w2_columns, alpha),
+        gathering=gathering if period else None,
+        activation=Activation(activation, limit),
+        expert_map=expert_map,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+    )
+
+
+@quads_moe_compensated.register_fake
+def _(x, *args):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)
+
+
+def _check_backend(backend: str) -> None:
+    if backend != "emulated":
+        raise ValueError(f"backend {backend!r} cannot compensate: 'emulated' can")

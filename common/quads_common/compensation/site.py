@@ -1,0 +1,63 @@
+"""``Site``: one compensated GEMM input, and the part of it that a rank holds."""
+
+from dataclasses import dataclass
+
+from quads_common.compensation.options import KINDS
+from quads_common.format import BLOCK_SIZE
+
+__all__ = ["Site"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """An input of width ``full_width``, of which this rank has ``width`` channels from ``offset``.
+
+    name: unique in the model, the same on every rank: the module's checkpoint name and the kind.
+    kind: "w13", "w2" or "linear".
+    groups: global ids of the lists that this rank has: its experts for w2, else (0,).
+    num_groups: lists of the whole model's layer.
+
+    Raises:
+        ValueError: another kind, a width that cuts a block, a place outside the input.
+    """
+
+    name: str
+    kind: str
+    width: int
+    full_width: int
+    offset: int = 0
+    groups: tuple[int, ...] = (0,)
+    num_groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"{self.name}: kind {self.kind!r} is not one of {list(KINDS)}")
+        if self.width < BLOCK_SIZE or self.width % BLOCK_SIZE:
+            raise ValueError(f"{self.name}: width {self.width} is not a multiple of {BLOCK_SIZE}")
+        equal_shards = self.full_width % self.width == 0 and self.offset % self.width == 0
+        if not equal_shards or not 0 <= self.offset <= self.full_width - self.width:
+            raise ValueError(
+                f"{self.name}: {self.width} channels from {self.offset} are no shard of "
+                f"{self.full_width}"
+            )
+        ids = set(self.groups)
+        if len(ids) != len(self.groups) or not ids <= set(range(self.num_groups)):
+            raise ValueError(
+                f"{self.name}: groups {list(self.groups)} are not distinct ids below "
+                f"{self.num_groups}"
+            )
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the input's channels; 1 if every rank has all of them."""
+        return self.full_width // self.width
+
+    @property
+    def shard(self) -> int:
+        """Which of them this rank is."""
+        return self.offset // self.width
+
+    @property
+    def blocks(self) -> int:
+        """16-blocks of this rank."""
+        return self.width // BLOCK_SIZE

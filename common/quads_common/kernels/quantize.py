@@ -1,0 +1,175 @@
+"""Quantizer of weights on the GPU, byte for byte that of ``quads_common.quantize``.
+
+Weights are written into existing storage in place, without a host synchronization. Engines load
+through ``units``, which needs fewer launches.
+"""
+
+import torch
+import triton  # type: ignore[import-untyped]
+
+from quads_common.format import (
+    BLOCK_SIZE,
+    GLOBAL_SCALE_RULES,
+    WEIGHT_AMAX_MAX,
+    GlobalScaleRule,
+    QuantizedTensor,
+    check_block_aligned,
+)
+from quads_common.kernels import _quantize
+from quads_common.kernels.rows import check_dtype, quantize_rows
+
+__all__ = ["quantize_triton", "quantize_weight_into", "weight_amax_triton"]
+
+# Rows and blocks of a program's tile.
+WEIGHT_ROWS = 8
+WEIGHT_BLOCKS = 32
+
+
+def weight_amax_triton(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``quads_common.quantize.weight_amax``: float32 ``weight.shape[:-2]``.
+
+    weight: [N, K] or [E, N, K] bf16, fp16 or fp32. out: float32 of the result's shape; receives the
+    maximum of what it holds and of the weight, for units that come in several parts.
+    """
+    x = _matrices(weight)
+    shape = weight.shape[:-2]
+    if out is None:
+        out = torch.zeros(shape, dtype=torch.float32, device=weight.device)
+    elif out.shape != shape or out.dtype != torch.float32 or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous float32 {list(shape)}, got {_describe(out)}")
+    if x.numel():
+        _, rows, width = x.shape
+        check_block_aligned(width, f"weight {list(weight.shape)}")
+        grid, column_tiles = _weight_grid(x)
+        _quantize.weight_amax_kernel[grid](
+            x, out.view(torch.int32), x.stride(0), x.stride(1), rows, width, column_tiles,
+            ROWS=WEIGHT_ROWS, BLOCKS=WEIGHT_BLOCKS, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def quantize_weight_into(
+    weight: torch.Tensor,
+    packed: torch.Tensor,
+    block_scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    *,
+    amax: torch.Tensor | None = None,
+    global_scale_rule: GlobalScaleRule = "pow2",
+    nonfinite: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Write ``quads_common.quantize.quantize(weight)`` into existing storage.
+
+    weight: [N, K] or [E, N, K] bf16, fp16 or fp32. packed: [.., N, K/2] uint8, block_scale:
+        [.., N, K/16] float8_e4m3fn, both with contiguous rows; global_scale: [..] float32.
+    amax: the full tensors' ``weight_amax`` [..], default: of ``weight``.
+    nonfinite: [..] int32, see below; default: a new one.
+
+    Returns ``nonfinite``: 1 for each matrix whose amax is NaN, Inf or out of range, which is then
+    not written, or which holds such values although the given amax does not say so; other entries
+    keep their value. Nothing is raised: reading it is a host synchronization, which is the caller's
+    to make.
+    """
+    if global_scale_rule not in GLOBAL_SCALE_RULES:
+        raise ValueError(
+            f"global_scale_rule {global_scale_rule!r} is not one of {list(GLOBAL_SCALE_RULES)}"
+        )
+    x = _matrices(weight)
+    lead, (rows, width) = weight.shape[:-2], weight.shape[-2:]
+    check_block_aligned(width, f"weight {list(weight.shape)}")
+    _check_storage("packed", packed, torch.uint8, (*lead, rows, width // 2))
+    _check_storage(
+        "block_scale", block_scale, torch.float8_e4m3fn, (*lead, rows, width // BLOCK_SIZE)
+    )
+    if amax is None:
+        amax = weight_amax_triton(weight)
+    if nonfinite is None:
+        nonfinite = torch.zeros(lead, dtype=torch.int32, device=weight.device)
+    for name, tensor, dtype in (
+        ("global_scale", global_scale, torch.float32),
+        ("amax", amax, torch.float32),
+        ("nonfinite", nonfinite, torch.int32),
+    ):
+        if tensor.shape != lead or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous {dtype} {list(lead)}, got {_describe(tensor)}"
+            )
+    if x.shape[0] == 0:
+        return nonfinite
+    out = packed.reshape(-1, rows, width // 2) if packed.ndim == 2 else packed
+    scale = block_scale.view(torch.uint8)
+    scale = scale.reshape(-1, rows, width // BLOCK_SIZE) if scale.ndim == 2 else scale
+    grid, column_tiles = _weight_grid(x)
+    _quantize.quantize_weight_kernel[grid](
+        x, amax, out, scale, global_scale, nonfinite,
+        x.stride(0), x.stride(1), out.stride(0), out.stride(1), scale.stride(0), scale.stride(1),
+        rows, width, column_tiles,
+        TE_RULE=global_scale_rule == "te", ROWS=WEIGHT_ROWS, BLOCKS=WEIGHT_BLOCKS,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return nonfinite
+
+
+def quantize_triton(
+    x: torch.Tensor,
+    *,
+    per_token: bool = False,
+    amax: torch.Tensor | None = None,
+    global_scale_rule: GlobalScaleRule = "pow2",
+    name: str = "weight",
+) -> QuantizedTensor:
+    """``quads_common.quantize.quantize``: same arguments, results and errors. Has no gradient.
+
+    For a weight it reads the device once, to raise ``ValueError`` on NaN and Inf; loaders use
+    ``quantize_weight_into``.
+    """
+    check_block_aligned(x.shape[-1], f"{name} {list(x.shape)}")
+    if per_token:
+        if amax is not None or global_scale_rule != "pow2":
+            raise ValueError("amax and global_scale_rule are for weights, not for per_token=True")
+        q = quantize_rows(x.reshape(-1, x.shape[-1]), packed=True, operand=False).quantized
+        assert q is not None
+        return QuantizedTensor(
+            q.packed.reshape(*x.shape[:-1], -1),
+            q.block_scale.reshape(*x.shape[:-1], -1),
+            q.global_scale.reshape(*x.shape[:-1], 1),
+        )
+    shape = x.shape[:-1]
+    packed = torch.empty((*shape, x.shape[-1] // 2), dtype=torch.uint8, device=x.device)
+    block_scale = torch.empty(
+        (*shape, x.shape[-1] // BLOCK_SIZE), dtype=torch.float8_e4m3fn, device=x.device
+    )
+    global_scale = torch.empty(x.shape[:-2], dtype=torch.float32, device=x.device)
+    nonfinite = quantize_weight_into(
+        x, packed, block_scale, global_scale, amax=amax, global_scale_rule=global_scale_rule
+    )
+    if bool(nonfinite.any()):
+        raise ValueError(f"{name} holds NaN or Inf, or a magnitude above {WEIGHT_AMAX_MAX:.4g}")
+    return QuantizedTensor(packed, block_scale, global_scale)
+
+
+def _matrices(weight: torch.Tensor) -> torch.Tensor:
+    """[N, K] or [E, N, K] as [E, N, K] with contiguous rows."""
+    check_dtype(weight)
+    if weight.ndim not in (2, 3):
+        raise ValueError(f"a weight must be [N, K] or [E, N, K], got {list(weight.shape)}")
+    x = weight.unsqueeze(0) if weight.ndim == 2 else weight
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _weight_grid(x: torch.Tensor) -> tuple[tuple[int, int], int]:
+    column_tiles = triton.cdiv(x.shape[2], WEIGHT_BLOCKS * BLOCK_SIZE)
+    return (max(1, triton.cdiv(x.shape[1], WEIGHT_ROWS) * column_tiles), x.shape[0]), column_tiles
+
+
+def _check_storage(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} must be {dtype} {list(shape)} with contiguous rows, got {_describe(tensor)}"
+        )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"

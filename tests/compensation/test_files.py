@@ -1,0 +1,254 @@
+"""Selection files: round trips of whole and sharded models, and refusals by name."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quads_common.compensation import (
+    CompensationOptions,
+    Site,
+    new_site_state,
+    read_selection_file,
+    refresh,
+    restore,
+    snapshot,
+    write_selection_file,
+)
+from quads_common.compensation.observe import observe
+from tests.common.bits import assert_same_bits
+from tests.common.samples import normal
+
+HIDDEN, INNER, EXPERTS = 64, 96, 4
+OPTIONS = CompensationOptions.from_preset(
+    "quads_splice",
+    {"min_tokens": 8, "sampling_rate": 1.0, "splice_count_w13": 16, "splice_count_w2": 32},
+)
+
+
+def sites(tp: int = 1, rank: int = 0, experts: tuple[int, ...] = tuple(range(EXPERTS))):
+    inner = INNER // tp
+    return [
+        Site("layers.0.w13", "w13", HIDDEN, HIDDEN),
+        Site("layers.0.w2", "w2", inner, INNER, inner * rank, experts, EXPERTS),
+    ]
+
+
+def empty(**where):
+    states = [new_site_state(site, OPTIONS) for site in sites(**where)]
+    for state in states:
+        state.statistics.enabled.fill_(True)
+    return states
+
+
+def served(**where):
+    """States of a rank that served the same tokens as every other rank."""
+    states = empty(**where)
+    hidden = normal(60, HIDDEN)
+    inner = normal(60, 2, INNER, seed=1)
+    ids = torch.randint(0, EXPERTS, (60, 2), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        for state in states:
+            site, lists = state.site, state.selection.compensation(OPTIONS, state.site.kind)
+            if site.kind == "w13":
+                observe(state.statistics, hidden, lists, 1)
+                continue
+            local = torch.full((EXPERTS,), -1)
+            local[list(site.groups)] = torch.arange(len(site.groups))
+            x = inner[..., site.offset : site.offset + site.width]
+            observe(state.statistics, x, lists, 1, expert_ids=local[ids])
+        refresh(states, OPTIONS)
+    observe(states[0].statistics, hidden[:5], lists, 1)  # rows that wait
+    return states
+
+
+def written(path, ranks, tp: int = 1):
+    parts = [snapshot(state) for states in ranks for state in states]
+    write_selection_file(path, pickle.loads(pickle.dumps(parts)), tp_size=tp, options=OPTIONS)
+    return read_selection_file(path)
+
+
+def assert_same_state(got, want) -> None:
+    for name, tensor in want.buffers().items():
+        assert_same_bits(got.buffers()[name], tensor, f"{want.site.name} {name}")
+
+
+LAYOUTS = {
+    "one-rank": [{}],
+    "tp-2": [{"tp": 2, "rank": rank} for rank in range(2)],
+    "ep-2": [{"experts": (0, 2)}, {"experts": (3, 1)}],
+    "tp-2-ep-2": [
+        {"tp": 2, "rank": rank, "experts": experts}
+        for rank in range(2)
+        for experts in ((0, 1), (2, 3))
+    ],
+    "replicas": [{}, {}],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_round_trip_gives_the_same_selection(tmp_path, layout):
+    tp = LAYOUTS[layout][0].get("tp", 1)
+    ranks = [served(**where) for where in LAYOUTS[layout]]
+    saved = written(tmp_path / "s.safetensors", ranks, tp)
+    for where, states in zip(LAYOUTS[layout], ranks, strict=True):
+        fresh = empty(**where)
+        assert fresh[1].selection.checksum() != states[1].selection.checksum()
+        addresses = [t.data_ptr() for state in fresh for t in state.buffers().values()]
+        restore(saved, fresh, tp_size=tp, options=OPTIONS)
+        for got, want in zip(fresh, states, strict=True):
+            assert_same_state(got, want)
+            assert got.selection.checksum() == want.selection.checksum()
+        assert [t.data_ptr() for s in fresh for t in s.buffers().values()] == addresses
+        refresh(fresh, OPTIONS)
+        refresh(states, OPTIONS)
+        for got, want in zip(fresh, states, strict=True):
+            assert_same_state(got, want)
+
+
+def test_ids_in_the_file_are_global(tmp_path):
+    ranks = [served(tp=2, rank=rank) for rank in range(2)]
+    saved = written(tmp_path / "s.safetensors", ranks, 2)
+    channels = saved.tensors["layers.0.w2/selection_channels"]
+    blocks = saved.tensors["layers.0.w2/selection_blocks"]
+    assert channels.shape == (EXPERTS, 32)
+    assert torch.equal(channels[:, :16], ranks[0][1].selection.channels)
+    assert torch.equal(channels[:, 16:], ranks[1][1].selection.channels + INNER // 2)
+    local = ranks[1][1].selection.blocks
+    assert torch.equal(blocks[:, 3:], torch.where(local < 0, local, local + 3))
+    mean = saved.tensors["layers.0.w2/statistics_mean"]
+    assert mean.shape == (EXPERTS, INNER)
+
+
+def test_the_switch_is_not_restored(tmp_path):
+    saved = written(tmp_path / "s.safetensors", [served()])
+    fresh = empty()
+    for state in fresh:
+        state.statistics.enabled.fill_(False)
+    restore(saved, fresh, tp_size=1, options=OPTIONS)
+    assert not any(state.statistics.enabled for state in fresh)
+
+
+def changed(options=None, **sites_changes):
+    states = [new_site_state(s, options or OPTIONS) for s in sites_changes.pop("at", sites())]
+    return states, options or OPTIONS
+
+
+REFUSALS = {
+    "tp-size": (lambda: (empty(tp=2), OPTIONS), 2, r"tp_size 1, this engine has 2"),
+    "ratio": (
+        lambda: changed(CompensationOptions.from_preset("quads_splice")),
+        1,
+        r"splice_count_w13 16, this engine has 64",
+    ),
+    "missing-site": (lambda: changed(at=sites()[:1]), 1, r"site layers.0.w2 is only in the file"),
+    "extra-site": (
+        lambda: changed(at=[*sites(), Site("layers.1.w2", "w2", 32, 32)]),
+        1,
+        r"site layers.1.w2 is not in the file",
+    ),
+    "width": (
+        lambda: changed(at=[Site("layers.0.w13", "w13", 128, 128), sites()[1]]),
+        1,
+        r"layers.0.w13 has full_width 64, this engine has 128",
+    ),
+    "experts": (
+        lambda: changed(at=[sites()[0], Site("layers.0.w2", "w2", INNER, INNER, 0, (0, 1), 2)]),
+        1,
+        r"layers.0.w2 has num_groups 4, this engine has 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_restore_refuses_what_does_not_fit_and_writes_nothing(tmp_path, case):
+    build, tp, message = REFUSALS[case]
+    saved = written(tmp_path / "s.safetensors", [served()])
+    states, chosen = build()
+    before = [t.clone() for state in states for t in state.buffers().values()]
+    with pytest.raises(ValueError, match=message):
+        restore(saved, states, tp_size=tp, options=chosen)
+    after = [t for state in states for t in state.buffers().values()]
+    for old, new in zip(before, after, strict=True):
+        assert_same_bits(new, old, "state")
+
+
+def test_options_that_shape_nothing_may_differ(tmp_path):
+    saved = written(tmp_path / "s.safetensors", [served()])
+    other = CompensationOptions.from_preset(
+        "quads_splice",
+        {"splice_count_w13": 16, "splice_count_w2": 32, "ema": 0.5, "min_tokens": 1},
+    )
+    restore(saved, empty(), tp_size=1, options=other)
+
+
+def rewrite(path, change) -> None:
+    """Change a file's header or tensors."""
+    tensors = load_file(path)
+    saved = read_selection_file(path)
+    header = {
+        "contract_version": 1, "tp_size": 1, "options": saved.options, "sites": saved.sites,
+    }  # fmt: skip
+    change(header, tensors)
+    save_file(tensors, path, {"quads": json.dumps(header)})
+
+
+def test_other_contract_version_is_refused(tmp_path):
+    path = tmp_path / "s.safetensors"
+    written(path, [served()])
+    rewrite(path, lambda header, tensors: header.update(contract_version=2))
+    with pytest.raises(ValueError, match=r"s.safetensors: contract_version 2, this is 1"):
+        read_selection_file(path)
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path):
+    path = tmp_path / "s.safetensors"
+    written(path, [served()])
+
+    def cut(header, tensors):
+        tensors["layers.0.w2/statistics_mean"] = torch.zeros(EXPERTS, 16, dtype=torch.float64)
+
+    rewrite(path, cut)
+    with pytest.raises(ValueError, match=r"layers.0.w2/statistics_mean is of shape \[4, 16\]"):
+        restore(read_selection_file(path), empty(), tp_size=1, options=OPTIONS)
+    rewrite(path, lambda header, tensors: tensors.pop("layers.0.w2/statistics_mean"))
+    with pytest.raises(ValueError, match=r"layers.0.w2/statistics_mean is missing"):
+        restore(read_selection_file(path), empty(), tp_size=1, options=OPTIONS)
+
+
+def test_foreign_files_are_refused(tmp_path):
+    path = tmp_path / "s.safetensors"
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match="not a selection file: its header"):
+        read_selection_file(path)
+    path.write_bytes(b"no safetensors at all")
+    with pytest.raises(ValueError, match="not a selection file"):
+        read_selection_file(path)
+    with pytest.raises(OSError):
+        read_selection_file(tmp_path / "absent")
+
+
+def test_incomplete_and_contradicting_ranks_are_refused(tmp_path):
+    path = tmp_path / "s.safetensors"
+    with pytest.raises(ValueError, match=r"layers.0.w2: no rank has group 0 of shard 1"):
+        written(path, [served(tp=2, rank=0)], 2)
+    with pytest.raises(ValueError, match=r"layers.0.w2: no rank has group 1 of shard 0"):
+        written(path, [served(experts=(0, 2))])
+    with pytest.raises(ValueError, match=r"layers.0.w13: replicas chose different"):
+        written(path, [served(), empty()])
+    with pytest.raises(ValueError, match=r"layers.0.w2: ranks disagree"):
+        written(path, [served(), served(tp=2, rank=0)])
+    assert not list(tmp_path.iterdir()), "a failed write leaves nothing"
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    path = tmp_path / "s.safetensors"
+    written(path, [empty()])
+    want = served()
+    saved = written(path, [want])
+    assert [p.name for p in tmp_path.iterdir()] == ["s.safetensors"]
+    fresh = empty()
+    restore(saved, fresh, tp_size=1, options=OPTIONS)
+    assert_same_state(fresh[1], want[1])

@@ -1,0 +1,319 @@
+"""From rows to lists: averages, minimum of tokens, planted channels, metrics, ranks."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from quads_common import fake_quantize, quantize
+from quads_common.compensation import (
+    CompensationOptions,
+    Site,
+    linear_compensated,
+    new_site_state,
+    refresh,
+)
+from quads_common.compensation.metrics import refresh_summary
+from quads_common.compensation.observe import observe
+from quads_common.compensation.refresh import SiteState, refresh_is_due
+from tests.common.bits import assert_same_bits
+from tests.common.samples import normal
+from tests.compensation.cases import with_outliers
+from tests.compensation.ranks import in_lockstep
+
+K, EXPERTS = 128, 3
+W13 = Site("layers.0.w13", "w13", K, K)
+W2 = Site("layers.0.w2", "w2", K, K, 0, tuple(range(EXPERTS)), EXPERTS)
+
+
+def options(**changes) -> CompensationOptions:
+    defaults = {"rac_ratio": 0.5, "splice_count_w13": 16, "splice_count_w2": 16}
+    return CompensationOptions(**{**defaults, "min_tokens": 8, "sampling_rate": 1.0, **changes})
+
+
+def new(site: Site, chosen: CompensationOptions) -> SiteState:
+    state = new_site_state(site, chosen)
+    state.statistics.enabled.fill_(True)
+    return state
+
+
+def feed(state: SiteState, x, chosen: CompensationOptions, expert: int | None = None) -> None:
+    served = state.selection.compensation(chosen, state.site.kind)
+    ids = None
+    if expert is not None:
+        x, ids = x.unsqueeze(1), torch.full((len(x), 1), expert)
+    observe(state.statistics, x, served, chosen.sampling_period, expert_ids=ids)
+
+
+def rows_with(hot: list[int], rows: int, seed: int) -> torch.Tensor:
+    x = normal(rows, K, seed=seed, dtype=torch.float32)
+    x[:, hot] *= 25
+    return x.to(torch.bfloat16)
+
+
+PLANTED = sorted([0, 1, 17, 31, 32, 40, 41, 63, 64, 77, 90, 100, 111, 112, 126, 127])
+
+
+@pytest.mark.parametrize("rate", [1.0, 1 / 16])
+def test_planted_hot_channels_are_found(rate):
+    """After N tokens in odd batches, the planted channels exactly."""
+    chosen = options(sampling_rate=rate, min_tokens=64)
+    state = new(W13, chosen)
+    sizes = [7, 64, 1, 33] * 12
+    for i, size in enumerate(sizes):
+        feed(state, rows_with(PLANTED, size, i), chosen)
+    refresh([state], chosen)
+    assert state.averages.ready.all()
+    assert state.selection.channels[0].tolist() == PLANTED
+    assert abs(state.averages.tokens.item() - rate * sum(sizes)) <= 1
+
+
+def test_each_expert_finds_its_own():
+    chosen = options(splice_count_w2=16)
+    state = new(W2, chosen)
+    planted = [sorted(torch.randperm(K)[:16].tolist()) for _ in range(EXPERTS)]
+    for expert, hot in enumerate(planted):
+        feed(state, rows_with(hot, 50, expert), chosen, expert)
+    refresh([state], chosen)
+    assert state.selection.channels.tolist() == planted
+
+
+@pytest.mark.parametrize("statistic", ["variance", "second_moment", "residual"])
+def test_splice_statistic(statistic):
+    """A large constant channel has no variance; a victim beside an outlier has much residual."""
+    chosen = options(splice_statistic=statistic, splice_count_w13=16)
+    state = new(W13, chosen)
+    x = normal(64, K, dtype=torch.float32) * 0.1
+    x[:, 20] = 50.0  # constant
+    x[:, 64] *= 400  # outlier
+    feed(state, x.to(torch.bfloat16), chosen)
+    refresh([state], chosen)
+    found = set(state.selection.channels[0].tolist())
+    assert 64 in found
+    if statistic != "residual":
+        assert (20 in found) == (statistic == "second_moment")
+    neighbours = set(range(64, 80)) | set(range(16, 32))
+    assert (len(found & neighbours) > 14) == (statistic == "residual")
+
+
+@pytest.mark.parametrize("statistic", ["residual", "variance", "second_moment"])
+def test_rac_statistic_ranks_blocks(statistic):
+    chosen = options(rac_statistic=statistic, splice_count_w13=0, rac_ratio=0.25)
+    state = new(W13, chosen)
+    x = rows_with([3, 70], 64, 0).float()
+    x[:, 32:48] += 100  # no variance, a large second moment and residual
+    feed(state, x.to(torch.bfloat16), chosen)
+    values = x.to(torch.bfloat16).double().numpy()
+    stats = state.statistics
+    channel = {"variance": values.var(axis=0), "second_moment": np.square(values).mean(axis=0)}
+    score = stats.served_energy[0].numpy() / 64
+    if statistic != "residual":
+        score = channel[statistic].reshape(-1, 16).sum(axis=1)
+    want = sorted(np.argsort(-score, kind="stable")[:2].tolist())
+    refresh([state], chosen)
+    assert state.selection.blocks[0, :2].tolist() == want
+    assert (2 in want) == (statistic != "variance")
+
+
+def test_too_few_tokens_mean_every_block_and_no_channel():
+    chosen = options(min_tokens=50)
+    layer, experts = new(W13, chosen), new(W2, chosen)
+    feed(layer, rows_with(PLANTED, 49, 0), chosen)
+    for expert, rows in enumerate((50, 49, 0)):
+        feed(experts, rows_with(PLANTED, rows, expert), chosen, expert)
+    refresh([layer, experts], chosen)
+    assert layer.selection.block_mask.all() and layer.selection.channels.eq(-1).all()
+    assert layer.statistics.count.item() == 49, "it keeps collecting"
+    assert experts.averages.ready.tolist() == [True, False, False]
+    assert experts.selection.block_mask.sum(dim=1).tolist() == [4, 8, 8]
+    assert experts.selection.channels.ge(0).sum(dim=1).tolist() == [16, 0, 0]
+    feed(layer, rows_with(PLANTED, 1, 9), chosen)
+    feed(experts, rows_with(PLANTED, 1, 9), chosen, 1)
+    refresh([layer, experts], chosen)
+    assert layer.selection.channels[0].tolist() == PLANTED
+    assert layer.statistics.count.item() == 0
+    assert experts.averages.ready.tolist() == [True, True, False]
+
+
+def test_average_over_refreshes():
+    """average = .9 * average + .1 * score, the first score as it is; sums start anew each time."""
+    chosen = options(splice_count_w13=0)
+    state = new(W13, chosen)
+    scores = []
+    for i in range(4):
+        x = normal(32, K, seed=i) * (i + 1)
+        fresh = new(W13, chosen)
+        feed(fresh, x, chosen)
+        scores.append(fresh.statistics.served_energy / 32)
+        feed(state, x, chosen)
+        refresh([state], chosen)
+    want = scores[0]
+    for score in scores[1:]:
+        want = 0.9 * want + 0.1 * score
+    torch.testing.assert_close(state.averages.block, want, rtol=1e-12, atol=0)
+    assert state.averages.refreshes.item() == 4 and state.averages.tokens.item() == 128
+
+
+def test_a_list_with_few_rows_is_not_averaged_yet():
+    chosen = options(min_tokens=20)
+    state = new(W2, chosen)
+    for expert in range(EXPERTS):
+        feed(state, rows_with(PLANTED, 30, expert), chosen, expert)
+    refresh([state], chosen)
+    before = state.averages.block.clone()
+    feed(state, rows_with([5], 19, 7), chosen, 0)
+    feed(state, rows_with([5], 20, 8), chosen, 1)
+    refresh([state], chosen)
+    assert_same_bits(state.averages.block[0], before[0], "19 rows wait")
+    assert not torch.equal(state.averages.block[1], before[1])
+    assert state.statistics.count.tolist() == [19, 0, 0]
+
+
+def test_blocks_whose_hot_channels_changed_begin_a_new_average():
+    """The victims' energy from before the splice must not linger for ten refreshes."""
+    chosen = options(splice_count_w13=16)
+    state = new(W13, chosen)
+    feed(state, rows_with(PLANTED, 64, 0), chosen)
+    refresh([state], chosen)
+    assert not state.averages.block_known.any(), "every block has a planted channel"
+    loud = state.averages.block.clone()
+    feed(state, rows_with(PLANTED, 64, 1), chosen)
+    served = state.statistics.served_energy / 64
+    refresh([state], chosen)
+    assert_same_bits(state.averages.block, served, "the score as it is")
+    assert (served < 0.2 * loud).all() and state.averages.block_known.all()
+
+
+def test_splice_then_rac_ranks_what_the_splice_leaves():
+    """The hot block loses its rank once its hot channels are gone."""
+    hot = list(range(16, 32))
+    chosen = options(rac_ratio=0.125)
+    state = new(W13, chosen)
+    x = rows_with(hot, 128, 0)
+    x[:, 96:112] *= 3
+    for _ in range(2):
+        feed(state, x, chosen)
+        refresh([state], chosen)
+    assert state.selection.channels[0].tolist() == hot
+    assert state.selection.blocks[0, 0].item() == 6
+
+
+def test_refresh_is_deterministic_and_in_place():
+    chosen = options()
+    states = [new(W13, chosen), new(W13, chosen)]
+    addresses = {name: t.data_ptr() for name, t in states[0].buffers().items()}
+    for state in states:
+        for i in range(3):
+            feed(state, rows_with(PLANTED[:4], 20, i), chosen)
+            refresh([state], chosen)
+    for name, tensor in states[0].buffers().items():
+        assert_same_bits(tensor, states[1].buffers()[name], name)
+    assert {name: t.data_ptr() for name, t in states[0].buffers().items()} == addresses
+
+
+def test_without_new_rows_a_refresh_changes_nothing():
+    chosen = options()
+    state = new(W13, chosen)
+    feed(state, rows_with(PLANTED, 20, 0), chosen)
+    refresh([state], chosen)
+    digest = state.selection.checksum()
+    (found,) = refresh([state], chosen)
+    assert state.selection.checksum() == digest
+    assert found.blocks_overlap == found.channels_overlap == 1
+    assert math.isnan(found.residual_energy_before) and found.tokens == 20
+
+
+def test_metrics():
+    chosen = options(splice_count_w13=0, rac_ratio=0.25)
+    state = new(W13, chosen)
+    x = with_outliers(64, K, [3, 70])
+    feed(state, x, chosen)
+    (first,) = refresh([state], chosen)
+    values = x.double()
+    assert first.signal_energy == pytest.approx(float(values.square().sum()) / 64)
+    plain = (values - fake_quantize(x.float(), per_token=True).double()).square().sum() / 64
+    assert first.residual_energy_before == pytest.approx(float(plain), rel=1e-5)
+    assert first.residual_energy_after < 0.02 * first.residual_energy_before, "every block"
+    assert (first.blocks_selected, first.channels_selected) == (0.25, 0)
+    assert first.blocks_overlap == 0.25 and first.tokens == 64 and first.refreshes == 1
+    feed(state, x, chosen)
+    kept = state.selection.block_mask[0]
+    stats = state.statistics
+    want = torch.where(kept, stats.left_energy, stats.served_energy).sum() / 64
+    (second,) = refresh([state], chosen)
+    assert second.residual_energy_after == pytest.approx(float(want))
+    assert first.residual_energy_after < second.residual_energy_after
+    assert second.residual_energy_after < second.residual_energy_before
+    assert second.blocks_overlap == 1 and second.groups_ready == 1
+    assert second.to_json()["name"] == "layers.0.w13"
+    assert "1 inputs" in refresh_summary([second]) and "128 rows" in refresh_summary([second])
+    assert refresh_summary([]) == "no compensated input"
+
+
+def test_underflow_share_counts_lost_residuals_of_selected_blocks():
+    """Blocks 1 to 7 of a row with a huge maximum lie below the residual's reach."""
+    chosen = options(splice_count_w13=0, rac_ratio=1.0)
+    state = new(W13, chosen)
+    x = normal(32, K) * 0.25
+    x[:, 3] = 1e5
+    feed(state, x, chosen)
+    lost = state.statistics.underflows[0] / 32
+    (found,) = refresh([state], chosen)
+    assert 0.5 < found.rac_scale_underflow_share == pytest.approx(float(lost.mean()))
+    calm = new(W13, chosen)
+    feed(calm, normal(32, K), chosen)
+    assert refresh([calm], chosen)[0].rac_scale_underflow_share == 0
+
+
+def test_replicas_agree_and_count_every_row_once():
+    """Two ranks with other tokens: same lists as one that saw all; nothing is counted twice."""
+    chosen = options(min_tokens=40)
+    alone, ranks = new(W13, chosen), [new(W13, chosen), new(W13, chosen)]
+
+    for step in range(3):
+        x = rows_with(PLANTED, 30, step)
+        feed(alone, x, chosen)
+        feed(ranks[0], x[:11], chosen)
+        feed(ranks[1], x[11:], chosen)
+        refresh([alone], chosen)
+        in_lockstep(2, lambda rank, r: refresh([ranks[rank]], chosen, lambda site: r))
+        for rank in ranks:
+            assert rank.selection.checksum() == alone.selection.checksum(), step
+            assert rank.averages.tokens.item() == alone.averages.tokens.item(), step
+    assert alone.averages.tokens.item() == 60, "30 rows wait for the next refresh"
+    assert [r.statistics.count.item() for r in ranks] == [11, 19]
+
+
+def test_adaptive_moves_blocks_between_layers_of_a_kind():
+    chosen = options(adaptive=True, splice_count_w13=0, splice_count_w2=0)
+    quiet, loud = new(Site("a", "w13", K, K), chosen), new(Site("b", "w13", K, K), chosen)
+    other, waiting = new(W2, chosen), new(Site("c", "w13", K, K), chosen)
+    feed(quiet, normal(32, K), chosen)
+    feed(loud, normal(32, K) * 10, chosen)
+    for expert in range(EXPERTS):
+        feed(other, normal(32, K, seed=expert), chosen, expert)
+    refresh([quiet, other, loud, waiting], chosen)
+    assert quiet.selection.block_mask.sum() == 1 and loud.selection.block_mask.sum() == 7
+    assert other.selection.block_mask.sum(dim=1).tolist() == [4] * 3, "a kind of its own"
+    assert waiting.selection.block_mask.all(), "nothing counted: every block"
+
+
+def test_the_served_selection_is_the_refreshed_one():
+    """A layer built once sees the new lists through the same tensors."""
+    chosen = options(splice_count_w13=0, rac_ratio=0.25)
+    state = new(W13, chosen)
+    lists = state.selection.compensation(chosen, "w13")
+    weight, x = quantize(normal(8, K, seed=1)), rows_with([3], 32, 0)
+    before = linear_compensated(x, weight, compensation=lists)
+    feed(state, x, chosen)
+    refresh([state], chosen)
+    after = linear_compensated(x, weight, compensation=lists)
+    assert not torch.equal(before, after)
+    fresh = state.selection.compensation(chosen, "w13")
+    assert_same_bits(after, linear_compensated(x, weight, compensation=fresh), "lists in place")
+
+
+def test_refresh_interval():
+    chosen = options(refresh_interval=3)
+    assert [b for b in range(1, 10) if refresh_is_due(b, chosen)] == [3, 6, 9]

@@ -1,0 +1,72 @@
+"""Executes the PTX of the kernels' inline assembly on numpy arrays: the text itself is tested."""
+
+import numpy as np
+import torch
+
+
+def execute(text: str, inputs: list[np.ndarray], outputs: int) -> list[np.ndarray]:
+    """Run an inline-assembly text on uint32 arrays: $0.. are outputs, the inputs follow."""
+    registers = {f"${outputs + i}": value.astype(np.uint32) for i, value in enumerate(inputs)}
+    shape = inputs[0].shape
+    for line in text.replace("{", "").replace("}", "").split(";"):
+        line = line.strip()
+        if not line or line.startswith(".reg"):
+            continue
+        name, operands = line.split(None, 1)
+        target, *sources = (operand.strip() for operand in operands.split(","))
+        values = [
+            registers[source]
+            if source in registers
+            else np.full(shape, int(source, 0) & 0xFFFFFFFF, np.uint32)
+            for source in sources
+        ]
+        registers[target] = INSTRUCTIONS[name](*values)
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+def _prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    both = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
+    result = np.zeros_like(a)
+    for i in range(4):
+        nibble = (selector.astype(np.uint64) >> np.uint64(4 * i)) & np.uint64(15)
+        assert not (nibble & np.uint64(8)).any(), "sign replication is not used"
+        byte = (both >> (nibble * np.uint64(8))) & np.uint64(0xFF)
+        result |= byte.astype(np.uint32) << np.uint32(8 * i)
+    return result
+
+
+def _lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
+    lookup = int(table.flat[0]) if table.size else 0
+    result = np.zeros_like(a)
+    for row in range(8):
+        if lookup >> row & 1:
+            result |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
+    return result
+
+
+def _floats(pairs: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    halves = np.stack([pairs & np.uint32(0xFFFF), pairs >> np.uint32(16)], -1)
+    return torch.from_numpy(halves.astype(np.uint16).view(np.int16)).view(dtype)
+
+
+def _pairs(values: torch.Tensor) -> np.ndarray:
+    halves = values.contiguous().view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+    return halves[..., 0] | (halves[..., 1] << np.uint32(16))
+
+
+def _fma(dtype: torch.dtype, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    # Exact in float64 for the short mantissas that are used, then one rounding.
+    x, y, z = (_floats(v, dtype).double() for v in (a, b, c))
+    return _pairs((x * y + z).to(dtype))
+
+
+INSTRUCTIONS = {
+    "mov.b32": lambda a: a,
+    "and.b32": lambda a, b: a & b,
+    "shl.b32": lambda a, b: a << b,
+    "shr.u32": lambda a, b: a >> b,
+    "prmt.b32": _prmt,
+    "lop3.b32": _lop3,
+    "mul.f16x2": lambda a, b: _pairs(_floats(a, torch.float16) * _floats(b, torch.float16)),
+    "fma.rn.bf16x2": lambda a, b, c: _fma(torch.bfloat16, a, b, c),
+}

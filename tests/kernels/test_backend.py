@@ -1,0 +1,85 @@
+"""The choice of a backend, and what the operators do with its name."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quads_common import backend as backends
+from quads_common.backend import choose_backend
+from quads_common.ops import quads_linear
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "requested, device, capability, chosen",
+    [
+        ("auto", "cpu", None, "emulated"),
+        ("emulated", "cpu", None, "emulated"),
+        ("emulated", "cuda", (7, 5), "emulated"),
+        ("auto", "cuda", (8, 0), "triton"),
+        ("auto", "cuda", (9, 0), "triton"),
+        ("triton", "cuda", (12, 0), "triton"),
+    ],
+)
+def test_choose_backend(requested, device, capability, chosen):
+    pytest.importorskip("triton")
+    assert choose_backend(requested, device, capability) == chosen
+
+
+@pytest.mark.parametrize(
+    "requested, device, capability, message",
+    [
+        (
+            "cutlass",
+            "cpu",
+            None,
+            r"backend 'cutlass' is not allowed: one of \['auto', 'emulated', ",
+        ),
+        ("auto", "xpu", None, "no backend for device 'xpu'"),
+        ("triton", "cpu", None, "needs a CUDA GPU .* sm_80 or newer, the device is 'cpu'"),
+        ("auto", "cuda", (7, 5), "needs a CUDA GPU .* sm_80 or newer, this one is sm_75"),
+        ("triton", "cuda", (7, 0), "this one is sm_70"),
+        ("auto", "cuda", None, "this GPU's is not known"),
+    ],
+)
+def test_choose_backend_refuses(requested, device, capability, message):
+    with pytest.raises(ValueError, match=message):
+        choose_backend(requested, device, capability)
+
+
+def test_missing_triton_is_an_error(monkeypatch):
+    """Never the slow backend instead."""
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="needs Triton, which is not installed"):
+        choose_backend("auto", "cuda", (9, 0))
+
+
+def test_operators_refuse_unknown_backends():
+    x = torch.zeros(2, 16)
+    packed = torch.zeros((4, 8), dtype=torch.uint8)
+    scale = torch.zeros((4, 1), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for name in ("auto", "hopper"):
+        with pytest.raises(ValueError, match=f"backend '{name}' has no layers"):
+            quads_linear(x, packed, scale, torch.ones(1), None, "nvfp4", name)
+
+
+def test_emulated_operators_load_no_triton():
+    code = (
+        "import sys, torch\n"
+        "from quads_common.ops import quads_linear\n"
+        "scale = torch.zeros((4, 1), dtype=torch.uint8).view(torch.float8_e4m3fn)\n"
+        "packed = torch.zeros((4, 8), dtype=torch.uint8)\n"
+        "with torch.no_grad():\n"
+        "    y = quads_linear(torch.ones(2, 16), packed, scale, torch.ones(1), None, 'nvfp4',\n"
+        "                     'emulated')\n"
+        "assert y.shape == (2, 4)\n"
+        "loaded = [n for n in sys.modules if n.startswith('quads_common.kernels')]\n"
+        "assert not loaded, loaded\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "common")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)

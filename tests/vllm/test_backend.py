@@ -1,0 +1,34 @@
+"""What depends on the backend before a layer is made: CUDA graphs, and float32 with act bf16."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.vllm.test_options import config
+from vllm_quads.refusals import check_supported
+
+
+@pytest.fixture
+def on_cuda(arith_moe):
+    """A configuration of a CUDA GPU with CUDA graphs on."""
+    vllm_config = config(arith_moe)
+    vllm_config.device_config = SimpleNamespace(device_type="cuda")
+    vllm_config.model_config.enforce_eager = False
+    return vllm_config
+
+
+def test_cuda_graphs_need_a_backend_that_can(on_cuda):
+    check_supported(on_cuda, "triton", "nvfp4")
+    with pytest.raises(ValueError, match=r"CUDA graphs .*emulated.*: add --enforce-eager"):
+        check_supported(on_cuda, "emulated", "nvfp4")
+    on_cuda.model_config.enforce_eager = True
+    check_supported(on_cuda, "emulated", "nvfp4")
+
+
+def test_float32_activations_have_no_16_bit_operand(on_cuda):
+    check_supported(on_cuda, "triton", "bf16")
+    on_cuda.model_config.dtype = torch.float32
+    check_supported(on_cuda, "triton", "nvfp4")
+    with pytest.raises(ValueError, match=r"float32 with act bf16 .*backend triton"):
+        check_supported(on_cuda, "triton", "bf16")
