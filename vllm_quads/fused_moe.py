@@ -186,20 +186,22 @@ class ExpertLoader:
 
     def checked(
         self, load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[str]]
-    ) -> Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[str]]:
+    ) -> Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[str]]:
         """``RoutedExperts.load_weights`` that raises on a name no expert takes; vLLM skips it."""
 
-        def load_and_check(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
+        def watched(
+            weights: Iterable[tuple[str, torch.Tensor]],
+        ) -> Iterator[tuple[str, torch.Tensor]]:
             for name, weight in weights:
                 before = self.calls
-                yield from load_weights([(name, weight)])
-                if self.calls == before:
+                yield name, weight
+                if self.calls == before:  # vLLM asks for the next one, and nothing took this one
                     raise ValueError(
                         f"{self.prefix}.{name}: no expert has such a weight (shape "
                         f"{list(weight.shape)})"
                     )
 
-        return load_and_check
+        return lambda weights: load_weights(watched(weights))
 
     def load(
         self,

@@ -117,10 +117,21 @@ def load_themselves(layer: nn.Module, all_units: Sequence[WeightUnits]) -> None:
 
 
 def report_and_drop(all_units: Sequence[WeightUnits]) -> list[str]:
-    """End of whatever sync was going on: what is incomplete is logged, freed and returned."""
-    dropped = [sentence for units in all_units for sentence in units.drop_open()]
+    """End of whatever sync was going on: what is incomplete is logged, freed and returned.
+
+    Raises:
+        ValueError: weights with NaN or Inf, by name; after all units were dealt with.
+    """
+    dropped, errors = [], []
+    for units in all_units:
+        try:
+            dropped += units.drop_open()
+        except ValueError as error:
+            errors.append(str(error))
     for sentence in dropped:
         logger.warning("Incomplete weight update: %s", sentence)
+    if errors:
+        raise ValueError("; ".join(errors))
     return dropped
 
 

@@ -60,6 +60,7 @@ def served(**where):
             x = inner[..., site.offset : site.offset + site.width]
             observe(state.statistics, x, lists, 1, expert_ids=local[ids])
         refresh(states, OPTIONS)
+    lists = states[0].selection.compensation(OPTIONS, "w13")
     observe(states[0].statistics, hidden[:5], lists, 1)  # rows that wait
     return states
 

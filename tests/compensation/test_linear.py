@@ -9,7 +9,7 @@ import torch
 
 from quads_common import dequantize, linear, quantize
 from quads_common.compensation import InputCompensation, linear_compensated
-from quads_common.compensation.operands import compensated_operands, gather_columns
+from quads_common.compensation.operands import compensated_operands, gather_columns, product
 from quads_common.compensation.selection import block_count
 from quads_common.format import QuantizedTensor
 from tests.common.bits import assert_same_bits
@@ -161,8 +161,6 @@ def hot_stays_in_fp4(x, weight, lists):
     extra = linear_compensated(x, weight, compensation=lists)
     operands = compensated_operands(x, lists)
     cold_only = dataclasses.replace(operands, hot=torch.zeros_like(operands.hot))
-    from quads_common.compensation.operands import product
-
     hot_part = extra.float() - product(cold_only, weight)
     return (linear_compensated(x, weight, compensation=without).float() + hot_part).to(x.dtype)
 

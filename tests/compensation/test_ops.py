@@ -115,9 +115,7 @@ def test_operators_check_out():
         normal(5, HIDDEN), q.packed, q.block_scale, q.global_scale, None, selection.block_mask,
         selection.channels, None, 1.0, buffers(layer.state), 2, None, "emulated",
     )  # fmt: skip
-    torch.library.opcheck(
-        quads_linear_compensated, arguments, test_utils=("test_schema", "test_faketensor")
-    )
+    torch.library.opcheck(quads_linear_compensated, arguments, test_utils="test_faketensor")
 
 
 def test_other_backends_are_refused_by_name():

@@ -1,4 +1,4 @@
-"""Options and presets: values of the design, and errors that name key, value and what is allowed."""
+"""Options and presets: the design's values; errors name key, value and what is allowed."""
 
 import json
 

@@ -1,58 +1,16 @@
 """From rows to lists: averages, minimum of tokens, planted channels, metrics, ranks."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
 
-from quads_common import fake_quantize, quantize
-from quads_common.compensation import (
-    CompensationOptions,
-    Site,
-    linear_compensated,
-    new_site_state,
-    refresh,
-)
-from quads_common.compensation.metrics import refresh_summary
-from quads_common.compensation.observe import observe
-from quads_common.compensation.refresh import SiteState, refresh_is_due
+from quads_common import quantize
+from quads_common.compensation import linear_compensated, refresh
+from quads_common.compensation.refresh import refresh_is_due
 from tests.common.bits import assert_same_bits
 from tests.common.samples import normal
-from tests.compensation.cases import with_outliers
 from tests.compensation.ranks import in_lockstep
-
-K, EXPERTS = 128, 3
-W13 = Site("layers.0.w13", "w13", K, K)
-W2 = Site("layers.0.w2", "w2", K, K, 0, tuple(range(EXPERTS)), EXPERTS)
-
-
-def options(**changes) -> CompensationOptions:
-    defaults = {"rac_ratio": 0.5, "splice_count_w13": 16, "splice_count_w2": 16}
-    return CompensationOptions(**{**defaults, "min_tokens": 8, "sampling_rate": 1.0, **changes})
-
-
-def new(site: Site, chosen: CompensationOptions) -> SiteState:
-    state = new_site_state(site, chosen)
-    state.statistics.enabled.fill_(True)
-    return state
-
-
-def feed(state: SiteState, x, chosen: CompensationOptions, expert: int | None = None) -> None:
-    served = state.selection.compensation(chosen, state.site.kind)
-    ids = None
-    if expert is not None:
-        x, ids = x.unsqueeze(1), torch.full((len(x), 1), expert)
-    observe(state.statistics, x, served, chosen.sampling_period, expert_ids=ids)
-
-
-def rows_with(hot: list[int], rows: int, seed: int) -> torch.Tensor:
-    x = normal(rows, K, seed=seed, dtype=torch.float32)
-    x[:, hot] *= 25
-    return x.to(torch.bfloat16)
-
-
-PLANTED = sorted([0, 1, 17, 31, 32, 40, 41, 63, 64, 77, 90, 100, 111, 112, 126, 127])
+from tests.compensation.serving import EXPERTS, PLANTED, W2, W13, K, feed, new, options, rows_with
 
 
 @pytest.mark.parametrize("rate", [1.0, 1 / 16])
@@ -212,60 +170,6 @@ def test_refresh_is_deterministic_and_in_place():
     assert {name: t.data_ptr() for name, t in states[0].buffers().items()} == addresses
 
 
-def test_without_new_rows_a_refresh_changes_nothing():
-    chosen = options()
-    state = new(W13, chosen)
-    feed(state, rows_with(PLANTED, 20, 0), chosen)
-    refresh([state], chosen)
-    digest = state.selection.checksum()
-    (found,) = refresh([state], chosen)
-    assert state.selection.checksum() == digest
-    assert found.blocks_overlap == found.channels_overlap == 1
-    assert math.isnan(found.residual_energy_before) and found.tokens == 20
-
-
-def test_metrics():
-    chosen = options(splice_count_w13=0, rac_ratio=0.25)
-    state = new(W13, chosen)
-    x = with_outliers(64, K, [3, 70])
-    feed(state, x, chosen)
-    (first,) = refresh([state], chosen)
-    values = x.double()
-    assert first.signal_energy == pytest.approx(float(values.square().sum()) / 64)
-    plain = (values - fake_quantize(x.float(), per_token=True).double()).square().sum() / 64
-    assert first.residual_energy_before == pytest.approx(float(plain), rel=1e-5)
-    assert first.residual_energy_after < 0.02 * first.residual_energy_before, "every block"
-    assert (first.blocks_selected, first.channels_selected) == (0.25, 0)
-    assert first.blocks_overlap == 0.25 and first.tokens == 64 and first.refreshes == 1
-    feed(state, x, chosen)
-    kept = state.selection.block_mask[0]
-    stats = state.statistics
-    want = torch.where(kept, stats.left_energy, stats.served_energy).sum() / 64
-    (second,) = refresh([state], chosen)
-    assert second.residual_energy_after == pytest.approx(float(want))
-    assert first.residual_energy_after < second.residual_energy_after
-    assert second.residual_energy_after < second.residual_energy_before
-    assert second.blocks_overlap == 1 and second.groups_ready == 1
-    assert second.to_json()["name"] == "layers.0.w13"
-    assert "1 inputs" in refresh_summary([second]) and "128 rows" in refresh_summary([second])
-    assert refresh_summary([]) == "no compensated input"
-
-
-def test_underflow_share_counts_lost_residuals_of_selected_blocks():
-    """Blocks 1 to 7 of a row with a huge maximum lie below the residual's reach."""
-    chosen = options(splice_count_w13=0, rac_ratio=1.0)
-    state = new(W13, chosen)
-    x = normal(32, K) * 0.25
-    x[:, 3] = 1e5
-    feed(state, x, chosen)
-    lost = state.statistics.underflows[0] / 32
-    (found,) = refresh([state], chosen)
-    assert 0.5 < found.rac_scale_underflow_share == pytest.approx(float(lost.mean()))
-    calm = new(W13, chosen)
-    feed(calm, normal(32, K), chosen)
-    assert refresh([calm], chosen)[0].rac_scale_underflow_share == 0
-
-
 def test_replicas_agree_and_count_every_row_once():
     """Two ranks with other tokens: same lists as one that saw all; nothing is counted twice."""
     chosen = options(min_tokens=40)
@@ -283,20 +187,6 @@ def test_replicas_agree_and_count_every_row_once():
             assert rank.averages.tokens.item() == alone.averages.tokens.item(), step
     assert alone.averages.tokens.item() == 60, "30 rows wait for the next refresh"
     assert [r.statistics.count.item() for r in ranks] == [11, 19]
-
-
-def test_adaptive_moves_blocks_between_layers_of_a_kind():
-    chosen = options(adaptive=True, splice_count_w13=0, splice_count_w2=0)
-    quiet, loud = new(Site("a", "w13", K, K), chosen), new(Site("b", "w13", K, K), chosen)
-    other, waiting = new(W2, chosen), new(Site("c", "w13", K, K), chosen)
-    feed(quiet, normal(32, K), chosen)
-    feed(loud, normal(32, K) * 10, chosen)
-    for expert in range(EXPERTS):
-        feed(other, normal(32, K, seed=expert), chosen, expert)
-    refresh([quiet, other, loud, waiting], chosen)
-    assert quiet.selection.block_mask.sum() == 1 and loud.selection.block_mask.sum() == 7
-    assert other.selection.block_mask.sum(dim=1).tolist() == [4] * 3, "a kind of its own"
-    assert waiting.selection.block_mask.all(), "nothing counted: every block"
 
 
 def test_the_served_selection_is_the_refreshed_one():

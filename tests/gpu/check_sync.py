@@ -38,7 +38,9 @@ def engine(model: Path, **options: Any) -> Any:
     from vllm import LLM
 
     defaults = {"dtype": "bfloat16", "max_model_len": 128, "max_num_seqs": 8, "seed": 0}
+    # A fixed cache: engines beside each other on one GPU would see each other's memory.
     defaults |= {"gpu_memory_utilization": 0.2, "enable_prefix_caching": False}
+    defaults["kv_cache_memory_bytes"] = 1 << 30
     return LLM(str(model), **{**defaults, **options})
 
 
@@ -241,7 +243,12 @@ def big_config(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((MODEL / "config.json").read_text())
     config |= {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS}
-    config |= {"num_experts_per_tok": 8, "num_hidden_layers": LAYERS, "head_dim": 128}
+    config |= {
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": LAYERS,
+        "head_dim": 128,
+    }
     config |= {"num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144}
     if "layer_types" in config:
         config["layer_types"] = ["full_attention"] * LAYERS

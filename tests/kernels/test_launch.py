@@ -65,7 +65,7 @@ def test_units_launch_what_was_compiled(launches):
     stage = torch.zeros((64, 64), dtype=torch.bfloat16)
     for unit, programs_wait in ((3, False), (2, True), (1, True)):
         full = second if programs_wait else first
-        gpu.take(unit, 2, full, Piece(32, 32, 8, 16), stage, programs_wait)
+        gpu.take(unit, 2, full, Piece(24, 32, 8, 0), stage, programs_wait)
         launcher, (*grid, stream, _, _, _, _, _) = launches[-1][0], launches[-1][1][:9]
         values = dict(zip(launcher.source.fn.arg_names, launches[-1][1][9:], strict=True))
         assert (grid, stream) == ([128, 1, 1], 77)
@@ -77,7 +77,7 @@ def test_units_launch_what_was_compiled(launches):
             name: tensor.data_ptr() for name, tensor in pointers.items()
         }
         numbers = ("unit", "mask", "first_row", "row_offset", "block_offset")
-        assert [values[name] for name in numbers] == [unit, 2, 32, 8, 1]
+        assert [values[name] for name in numbers] == [unit, 2, 32, 8, 0]
         assert (values["LAST"], values["PROGRAMS"]) == (programs_wait, 128)
         constants = launcher.source.constants  # what it was compiled with
         names = launcher.source.fn.arg_names

@@ -120,7 +120,10 @@ def test_environment_switches_the_method_on(arith_moe, monkeypatch, variable, qu
     "variable, message",
     [
         ("{", "VLLM_QUADS_CONFIG is not valid JSON"),
-        ("nowhere.json", "neither a JSON object nor a file"),
+        (
+            "nowhere.json",
+            "VLLM_QUADS_CONFIG='nowhere.json' is neither a JSON object nor a readable file",
+        ),
         ('{"enable": 1}', '"enable" must be true or false'),
     ],
     ids=["json", "path", "enable"],

@@ -8,8 +8,8 @@ range (0 without splice)::
     y = (a @ W.T) * ((g * 2^k) * s_w)      # W = code * block_scale, exact in float16
 
 So any RAC ratio costs no additional products. Each element is off by at most 2^-11 of itself, or
-2^-25 where it is subnormal, which bounds the output (``fold_error_bound``). Without splice 99.7% or
-more of the elements are exact and outputs move by 4e-5 to 1.1e-4 relative, far less than rounding
+2^-25 where it is subnormal, which bounds the output (``fold_error_bound``). Without splice 99.7 to
+99.8% of the elements are exact and outputs move by 4e-5 to 1.1e-4 relative, far less than rounding
 them to bfloat16 does. BF16 columns cannot be folded: their weight is another one.
 """
 

@@ -85,7 +85,11 @@ class Operands:
 def compensated_operands(
     x: torch.Tensor, compensation: InputCompensation, group: int = 0
 ) -> Operands:
-    """The operands of activations [M, K] bf16, fp16 or fp32, with the lists of ``group``."""
+    """The operands of activations [M, K] bf16, fp16 or fp32, with the lists of ``group``.
+
+    A row with NaN or Inf in a cold channel has NaN operands; in a hot channel it reaches the row's
+    result through ``hot``. No other row sees it.
+    """
     channels = hot = residual = None
     cold = x
     if compensation.channels is not None:

@@ -1,0 +1,91 @@
+"""What a refresh reports, and how it shares blocks between layers."""
+
+import math
+
+import pytest
+import torch
+
+from quads_common import fake_quantize
+from quads_common.compensation import Site, refresh
+from quads_common.compensation.metrics import refresh_summary
+from tests.common.samples import normal
+from tests.compensation.cases import with_outliers
+from tests.compensation.serving import (
+    EXPERTS,
+    PLANTED,
+    W2,
+    W13,
+    K,
+    feed,
+    new,
+    options,
+    rows_with,
+)
+
+
+def test_without_new_rows_a_refresh_changes_nothing():
+    chosen = options()
+    state = new(W13, chosen)
+    feed(state, rows_with(PLANTED, 20, 0), chosen)
+    refresh([state], chosen)
+    digest = state.selection.checksum()
+    (found,) = refresh([state], chosen)
+    assert state.selection.checksum() == digest
+    assert found.blocks_overlap == found.channels_overlap == 1
+    assert math.isnan(found.residual_energy_before) and found.tokens == 20
+
+
+def test_metrics():
+    chosen = options(splice_count_w13=0, rac_ratio=0.25)
+    state = new(W13, chosen)
+    x = with_outliers(64, K, [3, 70])
+    feed(state, x, chosen)
+    (first,) = refresh([state], chosen)
+    values = x.double()
+    assert first.signal_energy == pytest.approx(float(values.square().sum()) / 64)
+    plain = (values - fake_quantize(x.float(), per_token=True).double()).square().sum() / 64
+    assert first.residual_energy_before == pytest.approx(float(plain), rel=1e-5)
+    assert first.residual_energy_after < 0.02 * first.residual_energy_before, "every block"
+    assert (first.blocks_selected, first.channels_selected) == (0.25, 0)
+    assert first.blocks_overlap == 0.25 and first.tokens == 64 and first.refreshes == 1
+    feed(state, x, chosen)
+    kept = state.selection.block_mask[0]
+    stats = state.statistics
+    want = torch.where(kept, stats.left_energy, stats.served_energy).sum() / 64
+    (second,) = refresh([state], chosen)
+    assert second.residual_energy_after == pytest.approx(float(want))
+    assert first.residual_energy_after < second.residual_energy_after
+    assert second.residual_energy_after < second.residual_energy_before
+    assert second.blocks_overlap == 1 and second.groups_ready == 1
+    assert second.to_json()["name"] == "layers.0.w13"
+    assert "1 inputs" in refresh_summary([second]) and "128 rows" in refresh_summary([second])
+    assert refresh_summary([]) == "no compensated input"
+
+
+def test_underflow_share_counts_lost_residuals_of_selected_blocks():
+    """Blocks 1 to 7 of a row with a huge maximum lie below the residual's reach."""
+    chosen = options(splice_count_w13=0, rac_ratio=1.0)
+    state = new(W13, chosen)
+    x = normal(32, K) * 0.25
+    x[:, 3] = 1e5
+    feed(state, x, chosen)
+    lost = state.statistics.underflows[0] / 32
+    (found,) = refresh([state], chosen)
+    assert 0.5 < found.rac_scale_underflow_share == pytest.approx(float(lost.mean()))
+    calm = new(W13, chosen)
+    feed(calm, normal(32, K), chosen)
+    assert refresh([calm], chosen)[0].rac_scale_underflow_share == 0
+
+
+def test_adaptive_moves_blocks_between_layers_of_a_kind():
+    chosen = options(adaptive=True, splice_count_w13=0, splice_count_w2=0)
+    quiet, loud = new(Site("a", "w13", K, K), chosen), new(Site("b", "w13", K, K), chosen)
+    other, waiting = new(W2, chosen), new(Site("c", "w13", K, K), chosen)
+    feed(quiet, normal(32, K), chosen)
+    feed(loud, normal(32, K) * 10, chosen)
+    for expert in range(EXPERTS):
+        feed(other, normal(32, K, seed=expert), chosen, expert)
+    refresh([quiet, other, loud, waiting], chosen)
+    assert quiet.selection.block_mask.sum() == 1 and loud.selection.block_mask.sum() == 7
+    assert other.selection.block_mask.sum(dim=1).tolist() == [4] * 3, "a kind of its own"
+    assert waiting.selection.block_mask.all(), "nothing counted: every block"
