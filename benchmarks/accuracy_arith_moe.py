@@ -2,8 +2,10 @@
 
     python benchmarks/accuracy_arith_moe.py [--count 500]
 
-One vLLM engine per precision; the variants are loaded into it by weight sync. Then the relative RMS
-error of the two global scale rules on the model's own weights. Needs the CPU environment, or a GPU.
+One vLLM engine per quantized precision; the variants are loaded into it by weight sync. BF16 gets
+a fresh engine each: vLLM 0.32's CPU backend answers at random after ``reload_weights`` of an
+unquantized MoE. Then the relative RMS error of the two global scale rules on the model's own
+weights. Needs the CPU environment, or a GPU.
 """
 
 import argparse
@@ -52,18 +54,29 @@ def print_accuracies(folder: Path, count: int) -> None:
     print(f"accuracy on {count} held-out problems")
     print(f"{'':8}" + "".join(f"{name:>12}" for name in VARIANTS))
     for precision, options in PRECISIONS.items():
-        probes = []
-        for name, path in paths.items():
-            if name != "plain":
-                probes.append((f"{name} loaded", "reload", [str(path)]))
-            probes.append((name, "answers", [prompts]))
-        results = run_engine(folder / precision, MODEL, probes, **options)
+        if options:
+            results = run_engine(folder / precision, MODEL, reloads(paths, prompts), **options)
+        else:
+            results = {
+                name: run_engine(folder / name, path, [(name, "answers", [prompts])])[name]
+                for name, path in paths.items()
+            }
         shares = [
             sum(text == answer for text, (_, answer) in zip(results[name], problems, strict=True))
             / count
             for name in VARIANTS
         ]
         print(f"{precision:8}" + "".join(f"{share:12.1%}" for share in shares), flush=True)
+
+
+def reloads(paths: dict[str, Path], prompts: list[str]) -> list[tuple[str, str, list]]:
+    """Probes that load each variant into the running engine and ask it."""
+    probes: list[tuple[str, str, list]] = []
+    for name, path in paths.items():
+        if path != MODEL:
+            probes.append((f"{name} loaded", "reload", [str(path)]))
+        probes.append((name, "answers", [prompts]))
+    return probes
 
 
 def heldout(count: int) -> list[tuple[str, str]]:

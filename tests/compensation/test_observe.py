@@ -180,6 +180,20 @@ def test_moe_counts_each_experts_input(period):
         np.testing.assert_allclose(two.variance[expert], variance, rtol=1e-9, atol=1e-12)
 
 
+def test_each_expert_is_observed_with_its_own_channels():
+    lists = InputCompensation(channels=torch.tensor([[3, -1], [5, 40]], dtype=torch.int32))
+    x, ids = with_outliers(30, K, [3, 5, 40]).unsqueeze(1), torch.arange(30).unsqueeze(1) % 2
+    both = enabled(2)
+    observe(both, x, lists, 1, expert_ids=ids)
+    for expert in range(2):
+        alone = enabled()
+        mine = InputCompensation(channels=lists.channels[expert : expert + 1])
+        observe(alone, x[expert::2, 0], mine, 1)
+        np.testing.assert_allclose(
+            both.served_energy[expert], alone.served_energy[0], rtol=1e-12, err_msg=f"{expert=}"
+        )
+
+
 class Operators(TorchDispatchMode):
     """Collects the names of the operators that run."""
 

@@ -31,11 +31,9 @@ def observe(
     rows = x[tokens]  # [S, K] or [S, k, K]
     group = None
     if expert_ids is not None:
-        experts, groups = expert_ids[tokens], stats.count.shape[0]
-        used = used.unsqueeze(1) & (experts >= 0) & (experts < groups)
-        group, rows, used = experts.flatten(), rows.flatten(0, 1), used.flatten()
-    used = used & rows.isfinite().all(dim=1)
-    rows = torch.where(used.unsqueeze(1), rows, 0)
+        experts = expert_ids[tokens]
+        used = used.unsqueeze(1).expand_as(experts).flatten()
+        group, rows = experts.flatten(), rows.flatten(0, 1)
     channels = served.channels
     if channels is not None:
         lists = torch.zeros_like(used).long() if group is None else group.long()

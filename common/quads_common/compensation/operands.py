@@ -132,9 +132,10 @@ def product(
 def row_energies(
     x: torch.Tensor, channels: torch.Tensor | None, alpha: float, per_channel: bool = False
 ) -> RowEnergies:
-    """What quantizing each row loses. x: [R, K] finite. channels: [R, C] hot ones, -1 fills up.
+    """What quantizing each row loses. x: [R, K]. channels: [R, C] hot ones, -1 fills up.
 
-    Residuals are the float32 ones of ``compensated_operands``; squares and sums are float64.
+    Residuals are the float32 ones of ``compensated_operands``; squares and sums are float64. A row
+    with NaN or Inf gives NaN.
     per_channel: return the squares of each channel too.
     """
     served = _quantize_twice(_without(x, channels))
