@@ -1,5 +1,7 @@
 """Two E2M1 codes per byte along K, and E2M1 coding itself."""
 
+from itertools import pairwise
+
 import torch
 
 from quads_common.format import BLOCK_SIZE, E2M1_MIDPOINTS, E2M1_VALUES
@@ -21,8 +23,12 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
     """E2M1 codes 0..15 (uint8) to float32 values."""
-    table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)
-    return torch.cat([table, -table])[codes.int()]
+    # Summed steps instead of a table: no constant is copied from the host, so graphs can hold it.
+    magnitude = codes & 7
+    value = torch.zeros_like(codes, dtype=torch.float32)
+    for code, (low, high) in enumerate(pairwise(E2M1_VALUES)):
+        value += (magnitude > code) * (high - low)
+    return torch.where(codes > 7, -value, value)
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ __all__ = [
     "dequantize",
     "fake_quantize",
     "quantize",
+    "quantize_blocks",
     "weight_amax",
     "weight_global_scale_inv",
 ]
@@ -119,7 +120,7 @@ def quantize(
         raise ValueError(f"{name} holds NaN or Inf, or a magnitude above {WEIGHT_AMAX_MAX:.4g}")
     inverse = weight_global_scale_inv(amax, global_scale_rule)
     inverse_row = inverse.reshape(*inverse.shape, *(1,) * min(x.ndim, 2))
-    packed, block_scale, global_scale = _quantize_blocks(x.to(torch.bfloat16).float(), inverse_row)
+    packed, block_scale, global_scale = quantize_blocks(x.to(torch.bfloat16).float(), inverse_row)
     return QuantizedTensor(packed, block_scale, global_scale.reshape(inverse.shape))
 
 
@@ -161,7 +162,7 @@ def _quantize_tokens(x: torch.Tensor) -> QuantizedTensor:
     else:
         row_amax = values.abs().amax(dim=-1, keepdim=True)
     inverse = activation_global_scale_inv(row_amax)
-    packed, block_scale, global_scale = _quantize_blocks(values, inverse)
+    packed, block_scale, global_scale = quantize_blocks(values, inverse)
     bad = inverse.isnan()
     nan_scale = torch.full_like(block_scale.view(torch.uint8), E4M3_NAN_BYTE)
     scale_bytes = torch.where(bad, nan_scale, block_scale.view(torch.uint8))
@@ -172,10 +173,13 @@ def _quantize_tokens(x: torch.Tensor) -> QuantizedTensor:
     )
 
 
-def _quantize_blocks(
+def quantize_blocks(
     values: torch.Tensor, global_scale_inv: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """values: [..., K] fp32; global_scale_inv broadcasts over it. Returns packed, block, global."""
+    """Codes and scales under given global scales: ``(packed, block_scale, global_scale)``.
+
+    values: [..., K] fp32; global_scale_inv: fp32, broadcasts over [..., K] with last dimension 1.
+    """
     blocks = values.unflatten(-1, (values.shape[-1] // BLOCK_SIZE, BLOCK_SIZE))
     global_scale = 1.0 / global_scale_inv
     block_amax = blocks.abs().amax(dim=-1)

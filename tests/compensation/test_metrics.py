@@ -1,5 +1,6 @@
 """What a refresh reports, and how it shares blocks between layers."""
 
+import dataclasses
 import math
 
 import pytest
@@ -89,3 +90,15 @@ def test_adaptive_moves_blocks_between_layers_of_a_kind():
     assert quiet.selection.block_mask.sum() == 1 and loud.selection.block_mask.sum() == 7
     assert other.selection.block_mask.sum(dim=1).tolist() == [4] * 3, "a kind of its own"
     assert waiting.selection.block_mask.all(), "nothing counted: every block"
+
+
+def test_adaptive_looks_at_lists_that_are_ready():
+    """An expert without rows does not make its layer look quiet."""
+    chosen = options(adaptive=True, splice_count_w13=0, splice_count_w2=0)
+    few, all_of_them = (new(dataclasses.replace(W2, name=name), chosen) for name in "ab")
+    feed(few, normal(32, K) * 1.5, chosen, 0)
+    for expert in range(EXPERTS):
+        feed(all_of_them, normal(32, K), chosen, expert)
+    refresh([few, all_of_them], chosen)
+    assert few.selection.block_mask.sum(dim=1).tolist() == [7, 8, 8]
+    assert all_of_them.selection.block_mask.sum(dim=1).tolist() == [1] * 3

@@ -206,7 +206,6 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.xfail(strict=True, reason="packing.decode_e2m1 makes its table on the host")
 def test_observe_copies_no_constant_from_the_host():
     """Such a copy is not allowed while a CUDA graph is captured."""
     with Operators() as found:

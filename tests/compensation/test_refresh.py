@@ -143,10 +143,11 @@ def test_blocks_whose_hot_channels_changed_begin_a_new_average():
     assert (served < 0.2 * loud).all() and state.averages.block_known.all()
 
 
-def test_splice_then_rac_ranks_what_the_splice_leaves():
+@pytest.mark.parametrize("statistic", ["residual", "variance", "second_moment"])
+def test_splice_then_rac_ranks_what_the_splice_leaves(statistic):
     """The hot block loses its rank once its hot channels are gone."""
     hot = list(range(16, 32))
-    chosen = options(rac_ratio=0.125)
+    chosen = options(rac_ratio=0.125, rac_statistic=statistic)
     state = new(W13, chosen)
     x = rows_with(hot, 128, 0)
     x[:, 96:112] *= 3

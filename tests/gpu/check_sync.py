@@ -1,6 +1,6 @@
 """Weight syncs into a vLLM engine on a GPU: CUDA graphs, sleep mode, memory, time.
 
-    python tests/gpu/check_sync.py OUT_FOLDER
+    python tests/gpu/check_sync.py OUT_FOLDER [--only "time quads" "time bf16"]
 
 Needs vLLM, this package with its entry points, and one GPU. Every engine runs in a process of its
 own. Prints one line per check and ends with FAILED or ok.
@@ -322,13 +322,13 @@ TOGETHER = (
 )
 
 
-def run_parts(out: Path) -> dict[str, Any]:
-    """Each part in its own process, some beside each other; results by name."""
+def run_parts(out: Path, wanted: list[str]) -> dict[str, Any]:
+    """Each wanted part in its own process, some beside each other; results by name."""
     results: dict[str, Any] = {}
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     for group in TOGETHER:
         running = {}
-        for name in group:
+        for name in (n for n in group if n in wanted):
             log = (out / f"{name.replace(' ', '_')}.log").open("w")
             command = [sys.executable, __file__, str(out), "--part", name]
             running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -395,11 +395,12 @@ def main() -> None:
         result = PARTS[name]()
         (out / f"{name.replace(' ', '_')}.json").write_text(json.dumps(result))
         return
-    results = run_parts(out)
+    wanted = sys.argv[sys.argv.index("--only") + 1 :] if "--only" in sys.argv else list(PARTS)
+    results = run_parts(out, wanted)
     found = checks(results)
     for what, holds, figures in found:
         print(f"{'ok  ' if holds else 'FAIL'} {what} {figures}")
-    good = all(holds for _, holds, _ in found) and len(results) == len(PARTS)
+    good = all(holds for _, holds, _ in found) and len(results) == len(wanted)
     print("ok" if good else "FAILED")
     sys.exit(not good)
 

@@ -20,6 +20,7 @@ ENGINE_DEFAULTS = {
     "max_num_batched_tokens": 2048,
     "enable_prefix_caching": False,
     "disable_log_stats": True,
+    "worker_extension_cls": "tests.vllm.transfer.Registered",
 }
 
 

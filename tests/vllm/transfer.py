@@ -2,7 +2,7 @@
 
 vLLM's own backends need GPUs. The lifecycle is theirs: start, any number of updates, finish.
 Importing the module registers it; ``--worker-extension-cls tests.vllm.transfer.Registered`` imports
-it inside a server's worker.
+it inside every worker.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,8 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+
+from tests.vllm.cpu_router import supply_topk_softmax
 
 BACKEND = "test_file"
 
@@ -75,5 +77,6 @@ class FileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         raise NotImplementedError
 
 
+supply_topk_softmax()
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, FileEngine)

@@ -23,7 +23,7 @@ from quads_common.format import BLOCK_SIZE, QuantizedTensor
 from quads_common.packing import unscaled_values
 
 # Wanted under a public name: it quantizes with a given global scale.
-from quads_common.quantize import _quantize_blocks, activation_global_scale_inv, quantize
+from quads_common.quantize import activation_global_scale_inv, quantize, quantize_blocks
 
 __all__ = [
     "InputCompensation",
@@ -186,7 +186,7 @@ def _quantize_twice(x: torch.Tensor) -> _TwicePassed:
     row_amax = (
         values.abs().amax(dim=1, keepdim=True) if x.numel() else values.new_zeros((len(x), 1))
     )
-    packed, scale, _ = _quantize_blocks(residual, activation_global_scale_inv(row_amax))
+    packed, scale, _ = quantize_blocks(residual, activation_global_scale_inv(row_amax))
     largest = residual.unflatten(1, (-1, BLOCK_SIZE)).abs().amax(dim=2)
     return _TwicePassed(
         quantized,
