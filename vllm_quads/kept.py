@@ -21,29 +21,23 @@ from vllm_quads.loading import load_themselves
 __all__ = ["KeptEmbeddingMethod", "KeptLinearMethod"]
 
 
-class KeptLinearMethod(UnquantizedLinearMethod):
+class _Kept:
+    """What both methods add to vLLM's own."""
+
+    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """As vLLM does."""
+        super().create_weights(layer, *args, **kwargs)
+        load_themselves(layer, [])
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing but the choice of the CPU's multiplication."""
+        if current_platform.is_cpu():
+            layer.cpu_linear = torch.nn.functional.linear
+
+
+class KeptLinearMethod(_Kept, UnquantizedLinearMethod):
     """Method of a linear layer that placement keeps."""
 
-    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """As vLLM does."""
-        super().create_weights(layer, *args, **kwargs)
-        load_themselves(layer, [])
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Nothing but the choice of the CPU's multiplication."""
-        if current_platform.is_cpu():
-            layer.cpu_linear = torch.nn.functional.linear
-
-
-class KeptEmbeddingMethod(UnquantizedEmbeddingMethod):
+class KeptEmbeddingMethod(_Kept, UnquantizedEmbeddingMethod):
     """Method of an embedding or lm_head."""
-
-    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """As vLLM does."""
-        super().create_weights(layer, *args, **kwargs)
-        load_themselves(layer, [])
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Nothing but the choice of the CPU's multiplication."""
-        if current_platform.is_cpu():
-            layer.cpu_linear = torch.nn.functional.linear

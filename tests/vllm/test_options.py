@@ -37,6 +37,16 @@ def prepared(vllm_config):
     return quant.options
 
 
+def given(way, options, monkeypatch):
+    """Engine arguments that carry the options in one of the three ways."""
+    if way == "hf_overrides":
+        return {"hf_overrides": {"quantization_config": options}}
+    if way == "additional_config":
+        return {"additional_config": {"quads": options}}
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, json.dumps(options))
+    return {}
+
+
 OVERRIDES = {
     "unknown key": (
         {"rac_ration": 0.5},
@@ -59,13 +69,7 @@ OVERRIDES = {
 @pytest.mark.parametrize("options, message", OVERRIDES.values(), ids=OVERRIDES.keys())
 @pytest.mark.parametrize("way", ["hf_overrides", "additional_config", "environment"])
 def test_option_errors(arith_moe, monkeypatch, way, options, message):
-    arguments = {}
-    if way == "hf_overrides":
-        arguments["hf_overrides"] = {"quantization_config": options}
-    elif way == "additional_config":
-        arguments["additional_config"] = {"quads": options}
-    else:
-        monkeypatch.setenv(ENVIRONMENT_VARIABLE, json.dumps(options))
+    arguments = given(way, options, monkeypatch)
     with pytest.raises(ValueError, match=message):
         config(arith_moe, **arguments)
 
@@ -73,13 +77,7 @@ def test_option_errors(arith_moe, monkeypatch, way, options, message):
 @pytest.mark.parametrize("way", ["hf_overrides", "additional_config", "environment"])
 def test_options_arrive(arith_moe, monkeypatch, way):
     options = {"act": "bf16", "ignore": "re:.*layers\\.0\\..*"}
-    arguments = {}
-    if way == "hf_overrides":
-        arguments["hf_overrides"] = {"quantization_config": options}
-    elif way == "additional_config":
-        arguments["additional_config"] = {"quads": options}
-    else:
-        monkeypatch.setenv(ENVIRONMENT_VARIABLE, json.dumps(options))
+    arguments = given(way, options, monkeypatch)
     found = prepared(config(arith_moe, **arguments))
     assert (found.act, found.ignore) == ("bf16", ("re:.*layers\\.0\\..*",))
 

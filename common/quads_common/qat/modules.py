@@ -55,8 +55,9 @@ class _View:
     """A module with some attributes replaced; for as long as one forward."""
 
     def __init__(self, module: nn.Module, replaced: dict[str, torch.Tensor]) -> None:
-        self.__dict__.update(replaced)
         self._module = module
+        for name, value in replaced.items():  # one by one: Dynamo of torch 2.11 knows no update
+            setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
