@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
@@ -18,16 +18,17 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from quads_common.backend import choose_backend
-from quads_common.options import QUANT_METHOD, QuadsOptions
+from quads_common.options import QUANT_METHOD, QuadsOptions, merge_options
 from quads_common.placement import ModelFacts
-from vllm_quads.kept import KeptEmbeddingMethod, KeptLinearMethod
+from vllm_quads.kept import KeptEmbeddingMethod, KeptLinearMethod, refuse_reloads_on_cpu
 from vllm_quads.refusals import check_supported
 
-__all__ = ["ADDITIONAL_CONFIG_KEY", "QuadsNvfp4Config"]
+__all__ = ["ADDITIONAL_CONFIG_KEY", "ADDITIONAL_SOURCE", "QuadsNvfp4Config"]
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures no logger but its own
 
 ADDITIONAL_CONFIG_KEY = "quads"  # --additional-config '{"quads": {...}}'
+ADDITIONAL_SOURCE = f"additional_config[{ADDITIONAL_CONFIG_KEY!r}]"  # in messages
 
 
 class QuadsNvfp4Config(QuantizationConfig):
@@ -45,6 +46,7 @@ class QuadsNvfp4Config(QuantizationConfig):
         self._ready = False
         self.facts: ModelFacts | None = None
         self.load_format = "auto"
+        self.seen: list[str] = []  # checkpoint names of all modules that were decided on
         self.backend = "undecided"
 
     def get_name(self) -> str:
@@ -73,12 +75,19 @@ class QuadsNvfp4Config(QuantizationConfig):
     @classmethod
     def from_config_file(cls, path: str) -> "QuadsNvfp4Config":
         """From ``--hf-overrides '{"quantization_config_file": path}'``."""
-        return cls.from_config_dict_json(Path(path).read_text())
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"quantization_config_file {path!r} cannot be read: {error}") from None
+        return cls.from_config_dict_json(text)
 
     @classmethod
     def from_config_dict_json(cls, text: str) -> "QuadsNvfp4Config":
         """From ``--hf-overrides '{"quantization_config_dict_json": text}'``."""
-        return cls(json.loads(text))
+        options = json.loads(text)
+        if not isinstance(options, dict):
+            raise ValueError(f"quantization_config_dict_json must be an object, got {options!r}")
+        return cls(options)
 
     @classmethod
     def override_quantization_method(
@@ -90,16 +99,22 @@ class QuadsNvfp4Config(QuantizationConfig):
             ValueError: ``--quantization quads_nvfp4`` on a quantized checkpoint.
         """
         foreign = hf_quant_cfg.get("quant_method")
+        if user_quant == QUANT_METHOD and not foreign:
+            raise ValueError(
+                'the model\'s quantization_config has no "quant_method": add "quant_method": '
+                f'"{QUANT_METHOD}" to it'
+            )
         if user_quant == QUANT_METHOD and foreign != QUANT_METHOD:
             raise ValueError(
                 f"the checkpoint is already quantized (quant_method {foreign!r}) and "
                 f"{QUANT_METHOD} takes BF16 checkpoints: give it the BF16 one, or serve this one "
-                f"without --quantization {QUANT_METHOD}"
+                f'without --quantization {QUANT_METHOD} (or VLLM_QUADS_CONFIG\'s "enable")'
             )
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of a layer; unquantized where placement says so."""
-        self._prepare()
+        if not self._ready:
+            self.prepare(get_current_vllm_config())
         if isinstance(layer, LinearBase):
             from vllm_quads.linear import QuadsLinearMethod
 
@@ -112,6 +127,7 @@ class QuadsNvfp4Config(QuantizationConfig):
             from vllm_quads.fused_moe import QuadsMoEMethod
 
             if not self._decide(prefix):
+                refuse_reloads_on_cpu(layer, prefix)
                 return None
             return QuadsMoEMethod(self.options, layer, prefix, self.load_format, self.backend)
         if isinstance(layer, VocabParallelEmbedding):
@@ -120,13 +136,16 @@ class QuadsNvfp4Config(QuantizationConfig):
             return KeptEmbeddingMethod()
         return None
 
-    def _prepare(self) -> None:
-        """Once per process, with vLLM's configuration at hand: merge options, refuse features."""
+    def prepare(self, vllm_config: VllmConfig) -> None:
+        """Merge options, refuse features, choose the backend; once, with vLLM's configuration."""
         if self._ready:
             return
-        vllm_config = get_current_vllm_config()
-        extra = additional_options(vllm_config.additional_config)
-        self.options = merge_options(self.raw_options, extra)
+        self.options = merge_options(
+            {
+                "quantization_config": self.raw_options,
+                ADDITIONAL_SOURCE: additional_options(vllm_config.additional_config),
+            }
+        )
         self.facts = ModelFacts.from_hf_config(vllm_config.model_config.hf_config)
         self.load_format = str(vllm_config.load_config.load_format)
         self.backend = choose_backend(
@@ -153,7 +172,9 @@ class QuadsNvfp4Config(QuantizationConfig):
     def _decide(self, prefix: str) -> bool:
         """Placement of a layer by vLLM's name, which may be that of a fused group."""
         assert self.facts is not None, f"{prefix=}"
-        return self.options.placement.decide_group(self._members(prefix), self.facts)
+        members = self._members(prefix)
+        self.seen.extend(members)
+        return self.options.placement.decide_group(members, self.facts)
 
 
 def additional_options(additional_config: object) -> dict[str, Any]:
@@ -168,21 +189,5 @@ def additional_options(additional_config: object) -> dict[str, Any]:
         else {}
     )
     if not isinstance(section, dict):
-        raise ValueError(f"additional_config[{ADDITIONAL_CONFIG_KEY!r}] must be an object")
+        raise ValueError(f"{ADDITIONAL_SOURCE} must be an object, got {section!r}")
     return section
-
-
-def merge_options(model_options: dict[str, Any], extra: dict[str, Any]) -> QuadsOptions:
-    """Options of both places as one.
-
-    Raises:
-        ValueError: the same key with different values, or an option error.
-    """
-    for key in model_options.keys() & extra.keys():
-        if model_options[key] != extra[key]:
-            raise ValueError(
-                f"{key!r} is {model_options[key]!r} in quantization_config and {extra[key]!r} in "
-                f"additional_config[{ADDITIONAL_CONFIG_KEY!r}]: give it once"
-            )
-    source = f"additional_config[{ADDITIONAL_CONFIG_KEY!r}]" if extra else "quantization_config"
-    return QuadsOptions.from_dict({**model_options, **extra}, source)

@@ -183,6 +183,7 @@ class ExpertLoader:
             "w2": ((hidden, inner * tp_size), Piece(hidden, k_offset=start)),
         }
         self.calls = 0
+        self.experts = moe.num_experts
 
     def checked(
         self, load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[str]]
@@ -193,6 +194,11 @@ class ExpertLoader:
             weights: Iterable[tuple[str, torch.Tensor]],
         ) -> Iterator[tuple[str, torch.Tensor]]:
             for name, weight in weights:
+                if weight.ndim == 3 and weight.shape[0] != self.experts:
+                    raise ValueError(
+                        f"{self.prefix}.{name}: expected {self.experts} experts, got shape "
+                        f"{list(weight.shape)}"
+                    )
                 before = self.calls
                 yield name, weight
                 if self.calls == before:  # vLLM asks for the next one, and nothing took this one

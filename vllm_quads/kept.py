@@ -6,8 +6,12 @@
 - vLLM's CPU backend repacks the weights of unquantized layers after the first load and drops or
   bypasses the parameter, so that a later ``model.load_weights`` fails on it or changes nothing.
   There the layer multiplies by its parameter instead.
+
+Routed experts that stay BF16 are left to vLLM: on a GPU send all of a layer's in one weight update;
+on a CPU, where vLLM computes with a repacked copy of the old ones, new weights are refused.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +22,7 @@ from vllm.platforms import current_platform
 
 from vllm_quads.loading import load_themselves
 
-__all__ = ["KeptEmbeddingMethod", "KeptLinearMethod"]
+__all__ = ["KeptEmbeddingMethod", "KeptLinearMethod", "refuse_reloads_on_cpu"]
 
 
 class _Kept:
@@ -41,3 +45,20 @@ class KeptLinearMethod(_Kept, UnquantizedLinearMethod):
 
 class KeptEmbeddingMethod(_Kept, UnquantizedEmbeddingMethod):
     """Method of an embedding or lm_head."""
+
+
+def refuse_reloads_on_cpu(layer: nn.Module, prefix: str) -> None:
+    """Make experts that stay BF16 on a CPU raise when they are sent weights a second time."""
+    if not current_platform.is_cpu():
+        return
+    load_weights = layer.load_weights
+
+    def load_once(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
+        if getattr(layer, "_quads_served", False):
+            raise NotImplementedError(
+                f"{prefix} stays BF16, and vLLM's CPU backend cannot take new weights for such "
+                "experts: quantize them, or start a new engine"
+            )
+        return load_weights(weights)
+
+    layer.load_weights = load_once

@@ -18,7 +18,7 @@ from quads_common.weight_units import Region, WeightUnits
 
 __all__ = ["add_quantized_weight", "finish_loading", "load_themselves", "refuse_scale"]
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures no logger but its own
 
 # Loaders that hand out checkpoint tensors; the others copy into parameters behind our back.
 LOAD_FORMATS = (

@@ -1,14 +1,15 @@
 """Every change to vLLM's own classes, one function each.
 
-1. ``EngineArgs.create_model_config``: options from the environment variable ``VLLM_QUADS_CONFIG``
-   for trainers that pass no engine options through, and option errors before a process is started.
-   vLLM offers plugins no hook between argument parsing and the model configuration.
+1. ``EngineArgs.create_model_config`` and ``.create_engine_config``: options from the environment
+   variable ``VLLM_QUADS_CONFIG`` for trainers that pass no engine options through, and errors of
+   options and refused features before a process is started. vLLM offers plugins no hook there.
 2. ``WorkerBase``: methods added (none replaced) so that ``collective_rpc("quads_...")`` finds them
    without occupying ``worker_extension_cls``, which trainers use themselves.
 3. ``EngineCore.reset_prefix_cache``: trainers that call nothing after loading call this; it is the
    boundary at which incomplete units are reported and dropped. Only the scheduler hears of it.
 4. ``WorkerWrapperBase.execute_model``, ``.sleep``, ``.wake_up``: after sleep level 2 the weights
-   are gone, and a model must not run on what lies in their place. Every executor uses this class.
+   are gone, and a model must not run on what lies in their place. Every executor but Ray's compiled
+   graphs runs models through this class.
 5. ``WorkerWrapperBase.load_model``: says what was quantized, and refuses to serve if nothing was.
 6. ``WorkerWrapperBase.reload_weights``: refuses kernel-format tensors, which vLLM would cast into
    packed codes.
@@ -24,14 +25,19 @@ from vllm.logger import init_logger
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
-from quads_common.options import QUANT_METHOD, QuadsOptions, read_environment_options
-from vllm_quads.config import ADDITIONAL_CONFIG_KEY, additional_options
-from vllm_quads.report import log_report, quads_report
+from quads_common.options import QUANT_METHOD, merge_options, read_environment_options
+from vllm_quads.config import (
+    ADDITIONAL_CONFIG_KEY,
+    ADDITIONAL_SOURCE,
+    QuadsNvfp4Config,
+    additional_options,
+)
+from vllm_quads.report import after_loading, quads_report
 from vllm_quads.sync import mark_lost, quads_end_sync, quads_fingerprints, raise_if_lost
 
 __all__ = ["ENVIRONMENT_VARIABLE", "apply"]
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures no logger but its own
 
 ENVIRONMENT_VARIABLE = "VLLM_QUADS_CONFIG"
 _PATCHED = "_quads_patched"
@@ -40,63 +46,90 @@ _WEIGHTS_LOST = "_quads_weights_lost"
 
 def apply() -> None:
     """Install them; does nothing the second time."""
-    _patch_create_model_config()
+    _patch_engine_args()
     _add_worker_methods()
     _patch_reset_prefix_cache()
     _patch_worker_wrapper()
 
 
-def _patch_create_model_config() -> None:
-    original = EngineArgs.create_model_config
-    if hasattr(original, _PATCHED):
+def _patch_engine_args() -> None:
+    create_model, create_engine = EngineArgs.create_model_config, EngineArgs.create_engine_config
+    if hasattr(create_model, _PATCHED):
         return
 
-    @functools.wraps(original)
+    @functools.wraps(create_model)
     def create_model_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        prepare_engine_args(self, os.environ.get(ENVIRONMENT_VARIABLE))
-        return original(self, *args, **kwargs)
+        environment = read_environment_options(
+            ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE)
+        )
+        options = enable_from_environment(self, environment)
+        model_config = create_model(self, *args, **kwargs)
+        if model_config.quantization == QUANT_METHOD:
+            fold_options(self, model_config.hf_config, options)
+        return model_config
+
+    @functools.wraps(create_engine)
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+        vllm_config = create_engine(self, *args, **kwargs)
+        if isinstance(vllm_config.quant_config, QuadsNvfp4Config):
+            vllm_config.quant_config.prepare(vllm_config)
+        return vllm_config
 
     setattr(create_model_config, _PATCHED, True)
     EngineArgs.create_model_config = create_model_config
+    EngineArgs.create_engine_config = create_engine_config
 
 
-def prepare_engine_args(args: EngineArgs, environment: str | None) -> None:
-    """Switch the method on if the environment says so, and fold its options into ``args``.
-
-    They go into ``additional_config``, which vLLM hashes into its compile cache key.
+def enable_from_environment(args: EngineArgs, environment: dict[str, Any]) -> dict[str, Any]:
+    """Switch the method on if the environment says so; return the environment's other options.
 
     Raises:
-        ValueError: an option error, naming the variable or the key.
+        ValueError: "enable" or "model" of the wrong type.
     """
-    options = read_environment_options(ENVIRONMENT_VARIABLE, environment)
-    enable = options.pop("enable", False)
-    pattern = options.pop("model", "*")
+    options = dict(environment)
+    enable, pattern = options.pop("enable", False), options.pop("model", "*")
     if not isinstance(enable, bool) or not isinstance(pattern, str):
         raise ValueError(
             f'{ENVIRONMENT_VARIABLE}: "enable" must be true or false and "model" a path pattern, '
             f"got {enable!r} and {pattern!r}"
         )
-    matches = fnmatch.fnmatch(str(args.model), pattern)
-    if args.quantization is None and enable and matches:
+    if args.quantization is None and enable and fnmatch.fnmatch(str(args.model), pattern):
         args.quantization = QUANT_METHOD
         logger.info("%s switches on quads_nvfp4 for %s", ENVIRONMENT_VARIABLE, args.model)
-    if args.quantization != QUANT_METHOD:
-        return
-    _complete_hf_overrides(args)
+    if args.quantization == QUANT_METHOD:
+        _complete_hf_overrides(args)
+    return options
+
+
+def fold_options(args: EngineArgs, hf_config: Any, environment: dict[str, Any]) -> None:
+    """Check the options of all places and put the environment's into ``args.additional_config``.
+
+    vLLM hashes that into its compile cache key.
+
+    Raises:
+        ValueError: an option error, naming the place and the key.
+    """
     explicit = additional_options(args.additional_config)
-    from_environment = options if matches else {}
-    QuadsOptions.from_dict(from_environment, ENVIRONMENT_VARIABLE)
-    QuadsOptions.from_dict(explicit, f"additional_config[{ADDITIONAL_CONFIG_KEY!r}]")
-    merged = {**from_environment, **explicit}
-    if merged:
-        args.additional_config = {**(args.additional_config or {}), ADDITIONAL_CONFIG_KEY: merged}
+    in_model = getattr(hf_config, "quantization_config", None)
+    merge_options(
+        {
+            "quantization_config": in_model if isinstance(in_model, dict) else {},
+            ADDITIONAL_SOURCE: explicit,
+            ENVIRONMENT_VARIABLE: environment,
+        }
+    )
+    folded = {**environment, **explicit}
+    if folded:
+        args.additional_config = {**(args.additional_config or {}), ADDITIONAL_CONFIG_KEY: folded}
 
 
 def _complete_hf_overrides(args: EngineArgs) -> None:
     """vLLM wants ``quant_method`` in an overriding quantization_config; the flag has said it."""
     overrides = args.hf_overrides
     section = overrides.get("quantization_config") if isinstance(overrides, dict) else None
-    if isinstance(section, dict) and "quant_method" not in section:
+    if section is not None and not isinstance(section, dict):
+        raise ValueError(f"hf_overrides: quantization_config must be an object, got {section!r}")
+    if section is not None and section.get("quant_method") is None:
         completed = {**section, "quant_method": QUANT_METHOD}
         args.hf_overrides = {**overrides, "quantization_config": completed}
 
@@ -149,7 +182,7 @@ def _patch_worker_wrapper() -> None:
     def load_model(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> Any:
         result = self.worker.load_model(*args, **kwargs)
         if self.worker.vllm_config.model_config.quantization == QUANT_METHOD:
-            log_report(quads_report(self.worker))
+            after_loading(self.worker)
         return result
 
     def reload_weights(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> Any:

@@ -10,9 +10,9 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from vllm_quads.config import QuadsNvfp4Config
 
-__all__ = ["log_report", "model_report", "quads_report"]
+__all__ = ["after_loading", "model_report", "quads_report"]
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures no logger but its own
 
 
 def quads_report(worker: Any) -> dict[str, Any]:
@@ -51,16 +51,27 @@ def model_report(model: nn.Module, config: QuadsNvfp4Config) -> dict[str, Any]:
     }
 
 
-def log_report(report: dict[str, Any]) -> None:
-    """One INFO line; an engine that quantized nothing does not start.
+def after_loading(worker: Any) -> None:
+    """One INFO line; an engine that quantized other layers than was asked does not start.
 
     Raises:
-        ValueError: no layer was quantized.
+        ValueError: no layer was quantized, or a pattern in ``targets`` matches none.
     """
+    report = quads_report(worker)
+    config = worker.model_runner.vllm_config.quant_config
+    placement = config.options.placement
+    for pattern in placement.unmatched("targets", config.seen):
+        raise ValueError(f"targets: {pattern!r} matches no layer of this model")
+    for pattern in placement.unmatched("ignore", config.seen):
+        logger.warning("quads_nvfp4: ignore: %r matches no layer of this model", pattern)
     if report["layers_quantized"] == 0:
         raise ValueError(
-            "targets and ignore match no layer of this model, so nothing would be quantized"
+            f"targets {list(placement.targets)} with ignore {list(placement.ignore)} choose no "
+            "layer of this model, so nothing would be quantized"
         )
+    for module in worker.model_runner.get_model().modules():
+        if isinstance(module, RoutedExperts):
+            module._quads_served = True
     before, after = (report[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
     logger.info(
         "quads_nvfp4: %d layers quantized, %d kept, weights %.1f -> %.1f MiB on this rank",

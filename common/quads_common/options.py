@@ -12,7 +12,7 @@ from quads_common.format import GLOBAL_SCALE_RULES, GlobalScaleRule
 from quads_common.gemm import ACT_FORMATS, ActFormat
 from quads_common.placement import Placement
 
-__all__ = ["QUANT_METHOD", "QuadsOptions", "read_environment_options"]
+__all__ = ["QUANT_METHOD", "QuadsOptions", "merge_options", "read_environment_options"]
 
 QUANT_METHOD = "quads_nvfp4"
 
@@ -87,6 +87,27 @@ class QuadsOptions:
         """JSON-able form; ``from_dict`` takes it back."""
         values = dataclasses.asdict(self)
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def merge_options(sources: Mapping[str, Mapping[str, Any]]) -> QuadsOptions:
+    """Options of several places as one; the keys of ``sources`` say in messages which is which.
+
+    Raises:
+        ValueError: an option error, or the same key with different values in two places.
+    """
+    merged: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for source, raw in sources.items():
+        checked = QuadsOptions.from_dict(raw, source)
+        for key in raw.keys() - {"quant_method"}:
+            value = getattr(checked, key)
+            if merged.setdefault(key, value) != value:
+                raise ValueError(
+                    f"{key!r} is {merged[key]!r} in {origin[key]} and {value!r} in {source}: give "
+                    "it once"
+                )
+            origin.setdefault(key, source)
+    return QuadsOptions(**merged)
 
 
 def read_environment_options(variable: str, value: str | None) -> dict[str, Any]:

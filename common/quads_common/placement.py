@@ -24,7 +24,7 @@ _EXPERT_COUNT_KEYS = (
 # Components that are never quantized unless a pattern in targets names them.
 _KEPT = re.compile(
     r"gate|router|shared_expert_gate|lm_head|embed\w*|word_embeddings|wte|wpe|\w*norm\w*|ln_\w+"
-    r"|shared_experts?|shared_mlp|mtp|mtp_\w+|nextn|draft\w*|eagle\w*|visual|vision_\w+"
+    r"|audio_\w+|multi_modal_projector|mm_projector|connector|shared_experts?|shared_mlp|mtp|mtp_\w+|nextn|draft\w*|eagle\w*|visual|vision_\w+"
 )
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
@@ -43,10 +43,12 @@ class ModelFacts:
     @classmethod
     def from_hf_config(cls, config: Any) -> "ModelFacts":
         """Read a transformers configuration (an object, nested text configuration included)."""
-        text = getattr(config, "text_config", None) or config
-        counts = [getattr(text, key, None) for key in _EXPERT_COUNT_KEYS]
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        text = getattr(text, "text_config", None) or text
+        places = (text, getattr(text, "ffn_config", None))  # DBRX nests it
+        counts = [_largest(getattr(p, key, None)) for p in places for key in _EXPERT_COUNT_KEYS]
         layers = getattr(text, "num_hidden_layers", None)
-        return cls(any(isinstance(n, int) and n > 1 for n in counts), layers)
+        return cls(any(n > 1 for n in counts), layers)
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,12 @@ class Placement:
         kind = "experts" if "experts" in name.split(".") else "linear"
         return kind in wanted or "all" in wanted
 
+    def unmatched(self, key: str, names: Iterable[str]) -> list[str]:
+        """Patterns of "targets" or "ignore" that match none of the module names."""
+        known = list(names)
+        patterns = [p for p in getattr(self, key) if p not in TARGETS]
+        return [p for p in patterns if not any(_matches(p, name) for name in known)]
+
     def decide_group(self, names: Iterable[str], facts: ModelFacts) -> bool:
         """The common decision for modules that an engine fuses (q, k, v or gate, up).
 
@@ -103,6 +111,12 @@ class Placement:
                 "into one layer with one global scale: name all of them or none"
             )
         return next(iter(decisions.values()))
+
+
+def _largest(count: Any) -> int:
+    """An expert count as configurations write it: a number, or one per layer."""
+    numbers = count if isinstance(count, list | tuple) else [count]
+    return max((n for n in numbers if isinstance(n, int)), default=0)
 
 
 def _resolve_auto(target: str, facts: ModelFacts) -> str:

@@ -117,7 +117,13 @@ def quantize(
     amax = local_amax if amax is None else amax.to(torch.bfloat16).float()
     in_range = (amax >= 0) & (amax <= WEIGHT_AMAX_MAX) & (local_amax <= WEIGHT_AMAX_MAX)
     if not bool(in_range.all()):
-        raise ValueError(f"{name} holds NaN or Inf, or a magnitude above {WEIGHT_AMAX_MAX:.4g}")
+        raise ValueError(
+            f"{name} holds NaN or Inf, or a magnitude above {WEIGHT_AMAX_MAX:.4g}: its amax is "
+            f"{local_amax.flatten().tolist()[:8]}, that of the full tensor "
+            f"{amax.flatten().tolist()[:8]}"
+        )
+    if bool((local_amax > amax).any()):
+        raise ValueError(f"{name}: the amax given for the full tensor is below the shard's own")
     inverse = weight_global_scale_inv(amax, global_scale_rule)
     inverse_row = inverse.reshape(*inverse.shape, *(1,) * min(x.ndim, 2))
     packed, block_scale, global_scale = quantize_blocks(x.to(torch.bfloat16).float(), inverse_row)

@@ -102,6 +102,14 @@ class Probes:
         """New weights from disk, through vLLM's own reload."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
+    def error_of_reload(self, path: str) -> str:
+        """What a reload from disk raises, as text."""
+        try:
+            self.reload(path)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
     def reload_and_print(self, path: str) -> Any:
         """Partial fingerprints after a reload from disk, then after raw loads of the same."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})

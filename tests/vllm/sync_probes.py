@@ -91,7 +91,8 @@ class SyncProbes(Probes):
     def bad_weights(self, second: str) -> dict[str, dict[str, Any]]:
         """One wrong tensor in an otherwise good sync: the error, and the state afterwards."""
         good = weights_of(second)
-        name = "model.layers.1.mlp.experts.3.up_proj.weight"
+        layer = "model.layers.1.mlp.experts"
+        name = f"{layer}.3.up_proj.weight"
         shape = good[name].shape
 
         def filled(value: float) -> torch.Tensor:
@@ -107,6 +108,7 @@ class SyncProbes(Probes):
             "float64": (name, good[name].double()),
             "int8": (name, good[name].to(torch.int8)),
             "unknown expert": (name.replace(".3.", ".99."), good[name]),
+            "stack": (f"{layer}.gate_up_proj", torch.ones(15, 128, 256, dtype=torch.bfloat16)),
             "unknown name": ("model.layers.1.mlp.experts.3.extra.weight", good[name]),
             "scales": (name.replace("up_proj.weight", "up_proj.weight_scale"), good[name]),
         }

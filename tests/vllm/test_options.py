@@ -10,7 +10,6 @@ import subprocess
 import sys
 
 import pytest
-from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
 
@@ -31,10 +30,7 @@ def config(model, **options):
 
 def prepared(vllm_config):
     """The method's options as a worker sees them."""
-    quant = vllm_config.quant_config
-    with set_current_vllm_config(vllm_config):
-        quant._prepare()
-    return quant.options
+    return vllm_config.quant_config.options
 
 
 def given(way, options, monkeypatch):
@@ -47,6 +43,7 @@ def given(way, options, monkeypatch):
     return {}
 
 
+NAMED = {"quant_method": "quads_nvfp4"}
 OVERRIDES = {
     "unknown key": (
         {"rac_ration": 0.5},
@@ -83,13 +80,66 @@ def test_options_arrive(arith_moe, monkeypatch, way):
 
 
 def test_conflicting_places(arith_moe):
+    with pytest.raises(ValueError, match=r"'act' is 'bf16' in quantization_config and 'nvfp4' in"):
+        config(
+            arith_moe,
+            hf_overrides={"quantization_config": {"act": "bf16"}},
+            additional_config={"quads": {"act": "nvfp4"}},
+        )
+
+
+def test_environment_conflicts_with_the_command_line(arith_moe, monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, '{"act": "bf16"}')
+    with pytest.raises(ValueError, match=r"'act' is 'nvfp4' in .* and 'bf16' in VLLM_QUADS_CONFIG"):
+        config(arith_moe, additional_config={"quads": {"act": "nvfp4"}})
+
+
+def test_the_same_value_twice_is_no_conflict(arith_moe):
     vllm_config = config(
         arith_moe,
-        hf_overrides={"quantization_config": {"act": "bf16"}},
-        additional_config={"quads": {"act": "nvfp4"}},
+        hf_overrides={"quantization_config": {"targets": "experts"}},
+        additional_config={"quads": {"targets": ["experts"]}},
     )
-    with pytest.raises(ValueError, match=r"'act' is 'bf16' in quantization_config and 'nvfp4' in"):
-        prepared(vllm_config)
+    assert prepared(vllm_config).targets == ("experts",)
+
+
+@pytest.mark.parametrize(
+    "arguments, variable",
+    [
+        (
+            {
+                "quantization": None,
+                "hf_overrides": {"quantization_config": {"quant_method": "quads_nvfp4"}},
+            },
+            {},
+        ),
+        ({}, {"model": "*nowhere*"}),
+    ],
+    ids=["named by quantization_config", "pattern limits enabling only"],
+)
+def test_environment_options_always_count(arith_moe, monkeypatch, arguments, variable):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, json.dumps({**variable, "act": "bf16"}))
+    assert prepared(config(arith_moe, **arguments)).act == "bf16"
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, json.dumps({**variable, "axt": "bf16"}))
+    with pytest.raises(ValueError, match=r"VLLM_QUADS_CONFIG: unknown option 'axt'"):
+        config(arith_moe, **arguments)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"quantization_config": "bf16"}, "quantization_config must be an object, got 'bf16'"),
+        ({"quantization_config_dict_json": "[1]"}, r"dict_json must be an object, got \[1\]"),
+        (
+            {"quantization_config_file": "/none.json"},
+            "quantization_config_file '/none.json' cannot",
+        ),
+    ],
+    ids=["string", "list", "file"],
+)
+def test_malformed_overrides(arith_moe, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        config(arith_moe, hf_overrides=overrides)
 
 
 def test_environment_reaches_the_compile_cache_key(arith_moe, monkeypatch):
@@ -166,7 +216,7 @@ REFUSED = {
 @pytest.mark.parametrize("options, message", REFUSED.values(), ids=REFUSED.keys())
 def test_refused_features(arith_moe, options, message):
     with pytest.raises(ValueError, match=message):
-        check_supported(config(arith_moe, **options), "emulated", "nvfp4")
+        config(arith_moe, **options)
 
 
 def with_parallel(**values):

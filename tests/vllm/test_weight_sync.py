@@ -151,6 +151,7 @@ BAD = {
     "float64": r"TypeError: model\.layers\.1\.mlp\.experts\.3\.w3: .* got torch\.float64",
     "int8": r"TypeError: .*experts\.3\.w3: .* got torch\.int8",
     "unknown expert": r"ValueError: model\.layers\.1\.mlp\.experts\.99\.up_proj\.weight: no expert",
+    "stack": r"experts\.gate_up_proj: expected 16 experts, got shape \[15, 128, 256\]",
     "unknown name": r"ValueError: model\.layers\.1\.mlp\.experts\.3\.extra\.weight: no expert",
     "scales": r"ValueError: the checkpoint holds quantization scales",
 }
