@@ -105,14 +105,16 @@ def effective_weight_triton(
 
 
 def check_amax(amax: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Raise if a maximum is not finite: one device read for all of them.
+    """Raise if a maximum is not finite: one read per device for all of them.
 
     amax: float32 tensors of any shape, one for each name.
 
     Raises:
         ValueError: names the parameters (and the matrix in a stack) that cannot be quantized.
     """
-    if not amax or bool(torch.cat([values.flatten() for values in amax]).isfinite().all()):
+    devices = {values.device for values in amax}  # a model may lie on several
+    together = [torch.cat([v.flatten() for v in amax if v.device == d]) for d in devices]
+    if all(bool(values.isfinite().all()) for values in together):
         return
     bad = [
         name if values.ndim == 0 else f"{name}[{place}]"

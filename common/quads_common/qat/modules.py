@@ -89,9 +89,20 @@ def restore(module: nn.Module) -> None:
 def _prepared_class(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
     """One class for each base, so that equal modules stay of one type."""
     if base not in _classes:
-        attributes = {"_quads_base": base, "__module__": base.__module__, "__doc__": base.__doc__}
+        attributes: dict[str, Any] = {
+            "_quads_base": base,
+            "__module__": base.__module__,
+            "__doc__": base.__doc__,
+        }
+        attributes["__reduce_ex__"] = lambda self, protocol: (_rebuild, (mixin, base), vars(self))
         _classes[base] = type(f"Qat{base.__name__}", (mixin, base), attributes)
     return _classes[base]
+
+
+def _rebuild(mixin: type[nn.Module], base: type[nn.Module]) -> nn.Module:
+    """An empty module of a prepared class, which pickle cannot find by name."""
+    module: nn.Module = object.__new__(_prepared_class(mixin, base))
+    return module
 
 
 def _autocast_dtype(device: str) -> torch.dtype | None:

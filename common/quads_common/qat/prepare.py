@@ -20,6 +20,21 @@ __all__ = ["check_finite", "prepare_qat", "unprepare"]
 
 logger = logging.getLogger(__name__)
 
+# Model types whose modules transformers names otherwise than the checkpoint does (its weight
+# conversions rename them), among those with experts or linears that would be quantized.
+RENAMED_MODEL_TYPES = frozenset(
+    {
+        "deepseek_v4",
+        "granitemoe",
+        "granitemoehybrid",
+        "granitemoeshared",
+        "minimax",
+        "minimax_m2",
+        "mixtral",
+        "nemotron_h",
+        "phimoe",
+    }
+)
 _CHECK_HOOK = "_quads_qat_check"  # attribute of a prepared model: handle of its forward hook
 # Their weights are no matrix that an engine multiplies activations with, or no linear's.
 _OTHER_WEIGHTS = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
@@ -63,6 +78,11 @@ def prepare_qat(
             f"targets {list(options.targets)} with ignore {list(options.ignore)} choose no module "
             f"of {type(model).__name__}"
         )
+    _refuse_other_names(model, [*plan.stacks, *plan.linears])
+    for pattern in options.placement.unmatched("targets", plan.names):
+        raise ValueError(f"targets: {pattern!r} matches no module of {type(model).__name__}")
+    for pattern in options.placement.unmatched("ignore", plan.names):
+        logger.warning("QAT: ignore: %r matches no module of %s", pattern, type(model).__name__)
     weights = plan.weights(options.global_scale_rule)
     for module, by_attribute in weights:
         swap(module, by_attribute)
@@ -123,6 +143,22 @@ def _as_options(config: QuadsOptions | Mapping[str, Any] | None) -> QuadsOptions
     )
 
 
+def _refuse_other_names(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse models whose modules are not called what the checkpoint, and so the engine, says."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if model_type in RENAMED_MODEL_TYPES:
+        raise NotImplementedError(
+            f"transformers' modules of {model_type!r} have other names than its checkpoints: "
+            "fingerprints and patterns would not mean what the engine's do"
+        )
+    for name in names:
+        if name.startswith("layers.") or "language_model" in name.split("."):
+            raise NotImplementedError(
+                f"{name!r} is not a checkpoint name: prepare the whole causal language model, not "
+                "its base model or one inside a multimodal model"
+            )
+
+
 def _refuse_unsupported(model: nn.Module) -> None:
     if (getattr(model, "_tp_size", None) or 1) > 1:
         raise NotImplementedError(
@@ -155,6 +191,7 @@ class _Plan:
         all_linears = {name: m for name, m in modules.items() if isinstance(m, nn.Linear)}
         facts = _facts(model, any("experts" in name.split(".") for name in modules))
         placement = options.placement
+        self.names = list(modules)
         self.groups = [
             group
             for group in fused_groups(list(all_linears), fused)
@@ -173,6 +210,12 @@ class _Plan:
                 )
         for name, module in (self.linears | self.stacks).items():
             _check_forward(name, module)
+            parent = modules.get(name.rpartition(".")[0])
+            if parent is not None and "A_log" in parent._parameters:
+                raise NotImplementedError(
+                    f"{name}: {type(parent).__name__} hands its linears' raw weights to a kernel, "
+                    "which would bypass QAT: add it to ignore, for the engine too"
+                )
 
     def weights(self, rule: GlobalScaleRule) -> list[tuple[nn.Module, dict[str, QatWeight]]]:
         """The records that make each module a prepared one."""

@@ -34,6 +34,10 @@ class QatWeight:
     caching: bool = field(default=False, repr=False)
     kept: "_Kept | None" = field(default=None, repr=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy keeps no values: the cache that would renew them knows the original only."""
+        return {**self.__dict__, "amax": None, "caching": False, "kept": None}
+
     @property
     def parameter_name(self) -> str:
         """Name in the model's state dict."""
@@ -61,7 +65,9 @@ class QatWeight:
         if self.kept is None or self.kept.state != state:
             with torch.no_grad():
                 values = self._quantized(weight, members, dtype)
-            self.kept = _Kept(state, [(m, m.detach()) for m in members], values)
+            self.kept = _Kept(state, [(m, m.detach()) for m in members], values, self.amax)
+        else:
+            self.amax = self.kept.amax  # so that bad values are noticed in every forward
         kept: torch.Tensor = _StraightThrough.apply(weight, self.kept.values)
         return kept
 
@@ -101,6 +107,7 @@ class _Kept:
     state: tuple[Any, ...]
     sources: list[tuple[torch.Tensor, torch.Tensor]]
     values: torch.Tensor
+    amax: torch.Tensor | None
 
 
 def _state(parameter: torch.Tensor) -> tuple[int, int, int]:
