@@ -214,3 +214,22 @@ def test_placement_refuses_what_is_no_pattern(pattern, key):
 def test_placement_refuses_empty_targets():
     with pytest.raises(ValueError, match=r"targets.*auto.*experts.*linear.*all"):
         Placement(())
+
+
+@pytest.mark.parametrize("name", ["Qwen3OmniMoeConfig", "DbrxConfig", "Qwen3MoeConfig"])
+def test_facts_of_nested_configurations(name):
+    """Experts are found wherever transformers keeps the text model's numbers."""
+    config = getattr(pytest.importorskip("transformers"), name)()
+    assert ModelFacts.from_hf_config(config).has_experts
+
+
+def test_facts_of_a_dense_configuration():
+    config = pytest.importorskip("transformers").Qwen3Config(num_hidden_layers=3)
+    assert ModelFacts.from_hf_config(config) == ModelFacts(has_experts=False, num_hidden_layers=3)
+
+
+def test_unmatched_patterns():
+    placement = Placement(("auto", "q_proj", "re:.*\\.lm"), ("mlp.gate", "layers.9"))
+    names = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate"]
+    assert placement.unmatched("targets", names) == ["re:.*\\.lm"]
+    assert placement.unmatched("ignore", names) == ["layers.9"]
