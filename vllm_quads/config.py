@@ -34,9 +34,8 @@ ADDITIONAL_SOURCE = f"additional_config[{ADDITIONAL_CONFIG_KEY!r}]"  # in messag
 class QuadsNvfp4Config(QuantizationConfig):
     """Options of one model. Pickled into every worker, so it holds plain data only.
 
-    raw_options: what the checkpoint's or ``--hf-overrides``' quantization_config says. The options
-    in ``--additional-config`` are merged in when the first layer is made, where vLLM's
-    configuration is known.
+    raw_options: what the checkpoint's or ``--hf-overrides``' quantization_config says. ``prepare``
+    merges in the options of ``--additional-config`` once vLLM's configuration is known.
     """
 
     def __init__(self, raw_options: dict[str, Any] | None = None) -> None:
