@@ -1,0 +1,75 @@
+// Work tables: which slots of a batch form the blocks that a thread block multiplies together.
+//
+// A slot is one (token, k) entry of the router's choice, numbered token * top_k + k; a block holds up
+// to 32 slots of one expert, in slot order. Table: int32 [1 + blocks, TABLE_ROW]; entry 0 of row 0 is
+// the number of blocks, row 1 + b is (expert, rows, 0.., slots from TABLE_SLOTS on) of block b.
+#pragma once
+#include "device.cuh"
+
+constexpr int MAX_ROWS = 32, TABLE_ROW = 40, TABLE_SLOTS = 8;
+
+struct Routes {
+  const void* ids;        // [slots] int32 or int64; negative: skipped
+  const int* expert_map;  // [map_size] local id or -1, or null
+  int map_size, experts;  // experts of this rank; ids that name none are skipped
+  int slots, top_k;
+  int wide;               // ids are int64
+};
+
+struct Block {
+  int expert, rows;
+  int slots[MAX_ROWS];
+};
+
+DEVICE int local_expert(const Routes& R, int slot) {
+  if (slot >= R.slots) return -1;
+  long long id = R.wide ? ((const long long*)R.ids)[slot] : ((const int*)R.ids)[slot];
+  if (R.expert_map) id = id >= 0 && id < R.map_size ? R.expert_map[id] : -1;
+  return id >= 0 && id < R.experts ? (int)id : -1;
+}
+
+DEVICE int block_count(const int* table) { return table[0]; }
+
+// By all threads, between barriers.
+DEVICE void read_block(const int* table, int b, Block& block) {
+  const int* row = table + (1 + b) * TABLE_ROW;
+  const int tid = threadIdx.x;
+  if (tid < MAX_ROWS) block.slots[tid] = row[TABLE_SLOTS + tid];
+  if (tid == MAX_ROWS) block.expert = row[0];
+  if (tid == MAX_ROWS + 1) block.rows = row[1];
+}
+
+// At most 32 slots need no table: a warp sees them all. Blocks are in the order of their first slots
+// and have at most OWN_ROWS.
+constexpr int OWN_SLOTS = 32, OWN_ROWS = 16;
+
+DEVICE u32 first_of_blocks(u32 expert_slots, int lane) {
+  const int rank = __popc(expert_slots & ((1u << lane) - 1));
+  return rank % OWN_ROWS == 0;
+}
+
+// Every warp for itself, with the same result.
+DEVICE int count_blocks(const Routes& R) {
+  const int lane = threadIdx.x & 31, expert = local_expert(R, lane);
+  const u32 mine = __match_any_sync(~0u, expert);
+  return __popc(__ballot_sync(~0u, expert >= 0 && first_of_blocks(mine, lane)));
+}
+
+// Block b into shared memory, by the first warp, between barriers.
+DEVICE void make_block(const Routes& R, int b, Block& block) {
+  if (threadIdx.x >= 32) return;
+  const int lane = threadIdx.x, expert = local_expert(R, lane);
+  const u32 mine = __match_any_sync(~0u, expert), before = (1u << lane) - 1;
+  const u32 firsts = __ballot_sync(~0u, expert >= 0 && first_of_blocks(mine, lane));
+  const int leader = __fns(firsts, 0, b + 1);
+  const int chosen = __shfl_sync(~0u, expert, leader);
+  const int base = __shfl_sync(~0u, __popc(mine & before), leader);
+  const int place = __popc(mine & before) - base;
+  const bool inside = expert == chosen && place >= 0 && place < OWN_ROWS;
+  if (inside) block.slots[place] = lane;
+  const u32 members = __ballot_sync(~0u, inside);
+  if (lane == 0) {
+    block.expert = chosen;
+    block.rows = __popc(members);
+  }
+}
