@@ -336,6 +336,9 @@ DEVICE void both_halves(const MoeArguments& A) {
             x + g * x_row + t * 8, A.plane * 2, 8 * x_row);
         finish_up<F, TILES>(A, acc, slots, rows, strip, lane, [&](int slot, int at, u32 pair) {
           store_shared(products + slot * product_row + at, pair);
+#ifdef INSPECT
+          *(u32*)(A.product + (u64)slots.ids[slot] * A.inner * 2 + at) = pair;
+#endif
         });
       }
     });

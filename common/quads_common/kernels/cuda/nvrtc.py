@@ -1,4 +1,4 @@
-"""CUDA C++ to a kernel that can be launched, with what PyTorch's wheels bring: NVRTC and the driver.
+"""CUDA C++ to kernels that can be launched, with what PyTorch's wheels bring: NVRTC.
 
 No compiler and no CUDA headers on the user's machine. The machine code is cached on disk by source,
 options, architecture and NVRTC's version; a file appears there whole or not at all.
@@ -104,9 +104,7 @@ class Kernel:
     def __init__(self, function: ctypes.c_void_p, shared: int) -> None:
         self._function = function
         if shared:
-            _check_driver(
-                _driver().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_MEMORY, shared)
-            )
+            _check_driver(_driver().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_MEMORY, shared))
 
     def launch(
         self, grid: int, block: int, shared: int, arguments: ctypes.Structure, stream: int
@@ -114,7 +112,9 @@ class Kernel:
         """Launch on a stream; may begin before the kernel in front ends, and must wait for it."""
         attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION)
         attribute.value[0] = 1
-        config = _LaunchConfig(grid, 1, 1, block, 1, 1, shared, stream, ctypes.pointer(attribute), 1)
+        config = _LaunchConfig(
+            grid, 1, 1, block, 1, 1, shared, stream, ctypes.pointer(attribute), 1
+        )
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         _check_driver(
             _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
