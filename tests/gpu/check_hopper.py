@@ -26,7 +26,7 @@ from tests.kernels.exact import moe_reference, random_rows, random_weight, worst
 
 Check = tuple[str, bool, str]
 
-# H, I, experts, top_k: Qwen3-30B-A3B, Qwen3-235B and GLM-4.5-Air at TP4 and TP1, and small ones with
+# H, I, experts, top_k: Qwen3-30B-A3B, Qwen3-235B at TP4, GLM-4.5-Air, and small ones with
 # an odd number of tiles and few strips.
 SHAPES = {
     "qwen3-30b-a3b": (2048, 768, 128, 8),
