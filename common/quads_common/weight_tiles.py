@@ -37,6 +37,11 @@ class TileLayout:
 
     gate_up: bool
 
+    @property
+    def order(self) -> str:
+        """What the kernels call it."""
+        return "gate_up" if self.gate_up else "rows"
+
     def fits(self, rows: int, k: int) -> bool:
         """Whether a weight [rows, k] consists of whole tiles."""
         return rows % TILE_ROWS == 0 and k % TILE_K == 0 and rows > 0 and k > 0

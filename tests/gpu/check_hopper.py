@@ -35,7 +35,7 @@ SHAPES = {
     "small": (384, 128, 12, 3),
     "few strips": (128, 128, 2, 1),
 }
-FUSED, PAIR = DecodePlan(True, 32), DecodePlan(False, 16)
+FUSED, PAIR = DecodePlan(True, 32), DecodePlan(False, 32)
 ROUTINGS = ("uniform", "skipped", "skewed", "mapped", "one expert", "none")
 
 
@@ -73,7 +73,7 @@ def tables() -> Iterator[Check]:
     for experts, top_k in ((128, 8), (12, 3), (512, 10), (1, 1)):
         for tokens in (1, 5, 64, 128, 256, 409):
             for kind in ROUTINGS:
-                for plan in (FUSED, PAIR, DecodePlan(True, 16)):
+                for plan in (FUSED, PAIR, DecodePlan(True, 16), DecodePlan(False, 24)):
                     if tokens * top_k <= hopper.MAX_SLOTS:
                         routes = make_routes(tokens, top_k, experts, kind, tokens)
                         error = table_error(routes, plan)
@@ -125,11 +125,6 @@ def layers(shape: str) -> Iterator[Check]:
                 yield from one_layer(name, x, (w13, w2), tiled, routes, router, act)
 
 
-def fused_plan(hidden: int, inner: int) -> DecodePlan:
-    row = hopper._row_bytes(hopper._plane(hidden) * 16) + hopper._row_bytes(inner * 2)
-    return DecodePlan(True, min(hopper.MAX_ROWS, hopper.SHARED // row // 8 * 8))
-
-
 def one_layer(name, x, weights, tiled, routes, router, act) -> Iterator[Check]:
     (w13, w2), quantized = weights, act == "nvfp4"
     tokens, top_k = routes.topk_ids.shape
@@ -139,7 +134,11 @@ def one_layer(name, x, weights, tiled, routes, router, act) -> Iterator[Check]:
     valid = (local >= 0).nonzero().flatten()
     operand = quantize_rows(x, quantized=quantized).operand
     results = []
-    for plan in (fused_plan(hidden, inner), PAIR):
+    plans = (
+        DecodePlan(True, min(32, hopper._fused_capacity(hidden, inner))),
+        DecodePlan(False, min(32, *hopper._half_capacity(hidden, inner))),
+    )
+    for plan in plans:
 
         def fresh(*shape, dtype):
             return torch.full(shape, torch.nan, dtype=dtype, device="cuda")
@@ -192,9 +191,10 @@ def one_layer(name, x, weights, tiled, routes, router, act) -> Iterator[Check]:
     plan = hopper.decode_plan(tokens, top_k, routes.num_experts, hidden, inner, 132)
     if plan is not None:
         yield f"{name} first token alone", torch.equal(alone[0], whole[0]), "bits differ"
-    canonical = fused_moe_triton(x, w13, w2, router, routes.topk_ids, **call)
-    by_triton = fused_moe_triton(x, *tiled, router, routes.topk_ids, tiled=True, **call)
-    yield f"{name} Triton on tiles", torch.equal(canonical, by_triton), "bits differ"
+    if tokens == 100 and "uniform" in name:
+        canonical = fused_moe_triton(x, w13, w2, router, routes.topk_ids, **call)
+        by_triton = fused_moe_triton(x, *tiled, router, routes.topk_ids, tiled=True, **call)
+        yield f"{name} Triton on tiles", torch.equal(canonical, by_triton), "bits differ"
 
 
 def graphs() -> Iterator[Check]:

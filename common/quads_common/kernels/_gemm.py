@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from quads_common.kernels._tiles import tiled_column, tiled_row
 from quads_common.kernels._unpack import multiply, unpack_blocks, unpack_words, widen_scale
 
 
@@ -58,7 +59,7 @@ def multiply_tiles(
     tile_blocks: tl.constexpr = BLOCK_K // 16
     block = tl.arange(0, tile_blocks)[None, :]
     word = tl.arange(0, tile_words)[None, :]
-    offset = (block // 8) * 256 + block % 8
+    offset = tiled_column(block)
     for tile in tl.range(0, tl.cdiv(BLOCKS, tile_blocks), num_stages=STAGES):
         first = tile * (tile_blocks // 8 * 256)
         if BLOCKS % tile_blocks == 0:
@@ -76,25 +77,6 @@ def multiply_tiles(
             )
             acc = tl.dot(w, x.T, acc) if SWAP else tl.dot(x, w.T, acc)
     return acc
-
-
-@triton.jit
-def tiled_row(column, expert, n, K: tl.constexpr, TILED: tl.constexpr):
-    """Offset of row ``column`` of an expert's tiled weight: int64, in blocks. See ``weight_tiles``.
-
-    TILED: "gate_up" or "rows".
-    """
-    if TILED == "gate_up":
-        half = n // 2
-        is_up = column >= half
-        row = tl.where(is_up, column - half, column)
-        tile = row // 16
-        place = row % 16 + tl.where(is_up, 16, 0)
-    else:
-        tl.static_assert(TILED == "rows")
-        tile = column // 32
-        place = (column % 4) * 8 + (column % 32) // 4
-    return (expert * (n // 32) + tile) * (K // 128 * 256) + place * 8
 
 
 @triton.jit(do_not_specialize=["num_slots"])  # changes with the batch

@@ -108,10 +108,7 @@ def grouped_gemm(
     if width == 0:
         y.zero_()
         return
-    if layout is None:
-        tiled, word = "no", torch.int32
-    else:
-        tiled, word = "gate_up" if layout.gate_up else "rows", torch.int64
+    tiled, word = ("no", torch.int32) if layout is None else (layout.order, torch.int64)
     blocks = triton.cdiv(y.shape[0], config.block_m) if table is None else table.experts.numel()
     nothing = weight.global_scale  # stands for absent arguments, never read
     _gemm.grouped_gemm_kernel[(triton.cdiv(n, config.block_n), blocks)](

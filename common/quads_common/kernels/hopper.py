@@ -35,7 +35,10 @@ THREADS, ROUTE_THREADS = 512, 1024
 # Of the work table (table.cuh) and of the routing kernel.
 TABLE_ROW, MAX_ROWS, MAX_SPARES = 40, 32, 12
 MAX_EXPERTS, MAX_SLOTS = 512, 4096
-OWN_SLOTS, OWN_ROWS = 32, 16
+OWN_SLOTS = 32
+# The fused form runs where this share of the multiprocessors gets an expert, and where an expert's
+# mean number of slots is at most this share of a block.
+FUSED_FROM, FUSED_SHARE = 0.9, 0.3
 # Defines of moe.cu that are the contract's numbers.
 CONSTANTS = {
     name: f"{float(getattr(contract, name)).hex()}f"
@@ -73,8 +76,8 @@ def why_not_hopper(experts: int, hidden: int, inner: int, activation: Activation
         return f"hidden {hidden} and intermediate {inner} are not both multiples of 128"
     if experts > MAX_EXPERTS:
         return f"{experts} experts (at most {MAX_EXPERTS})"
-    if 2 * OWN_ROWS * _row_bytes(max(_plane(hidden) * 16, inner * 2)) > SHARED:
-        return f"rows of {max(hidden, inner)} do not fit in shared memory"
+    if min(_half_capacity(hidden, inner)) < 8:
+        return f"8 rows of {max(hidden, inner)} do not fit in shared memory"
     return None
 
 
@@ -92,11 +95,21 @@ def decode_plan(
         return None
     active = experts * (1 - (1 - min(1.0, top_k / experts)) ** tokens)
     mean = slots / max(1.0, active)
-    row = _row_bytes(_plane(hidden) * 16) + _row_bytes(inner * 2)
-    fused_rows = min(MAX_ROWS, SHARED // row // 8 * 8)
-    if 0.9 * processors <= active <= processors and fused_rows and mean <= fused_rows / 2:
-        return DecodePlan(True, fused_rows)
-    return DecodePlan(False, OWN_ROWS) if mean <= OWN_ROWS / 2 else None
+    rows = _fused_capacity(hidden, inner)
+    if FUSED_FROM * processors <= active <= processors and mean <= FUSED_SHARE * rows:
+        return DecodePlan(True, min(MAX_ROWS, rows))
+    rows = min(MAX_ROWS, *_half_capacity(hidden, inner))
+    return DecodePlan(False, rows) if mean <= rows / 2 + 1 else None
+
+
+def _fused_capacity(hidden: int, inner: int) -> int:
+    """Rows of a block of the fused kernel that fit in shared memory, in whole groups of 8."""
+    return SHARED // (_x_row(hidden) + _product_row(inner)) // 8 * 8
+
+
+def _half_capacity(hidden: int, inner: int) -> tuple[int, int]:
+    """The same of all rows in shared memory at a time, of the kernels for each GEMM."""
+    return SHARED // _x_row(hidden) // 8 * 8, SHARED // _product_row(inner) // 8 * 8
 
 
 def decode_experts(
@@ -116,14 +129,13 @@ def decode_experts(
     tokens, top_k = routes.topk_ids.shape
     hidden, inner = w2.shape[1], w2.shape[2]
     slots, device = tokens * top_k, operand.values.device
-    kernels = _moe_kernels(device, operand.values.dtype, inspection is not None)
+    kernels = _moe_kernels(device, operand.values.dtype, hidden, inner, inspection is not None)
     stream = torch.cuda.current_stream(device).cuda_stream
     processors = _processors(device)
     out = torch.empty((slots, hidden), dtype=torch.float32, device=device)
-    if plan.fused or slots > OWN_SLOTS:
+    table = None
+    if plan.fused or slots > OWN_SLOTS or plan.rows < MAX_ROWS:
         table = _make_table(routes, plan, processors, stream)
-    else:
-        table = None
     if inspection is not None:
         product = inspection.product
     elif plan.fused:
@@ -136,20 +148,23 @@ def decode_experts(
         w2_global=_pointer(w2.global_scale), x=_pointer(operand.values),
         row_scale=_pointer(operand.row_scale), router=_pointer(router), table=_pointer(table),
         product=_pointer(product), out=_pointer(out), routes=_route_arguments(routes),
-        hidden=hidden, inner=inner, plane=operand.values.shape[-1], rows=plan.rows,
         limit=math.inf if limit is None else limit,
     )  # fmt: skip
     if inspection is not None:
         arguments.inspect_y = _pointer(inspection.y)
         arguments.inspect_operand = _pointer(inspection.operand)
         arguments.inspect_scale = _pointer(inspection.row_scale)
-    x_row, product_row = _row_bytes(operand.values.shape[-1] * 16), _row_bytes(inner * 2)
     if plan.fused:
-        shared = plan.rows * (x_row + product_row)
+        arguments.rows = plan.rows
+        shared = plan.rows * (_x_row(hidden) + _product_row(inner))
         kernels["moe_both"].launch(processors, THREADS, shared, arguments, stream)
-    else:
-        for name, row in (("moe_up", x_row), ("moe_down", product_row)):
-            kernels[name].launch(processors, THREADS, 2 * plan.rows * row, arguments, stream)
+        return out
+    for name, row, rows in (
+        ("moe_up", _x_row(hidden), _half_capacity(hidden, inner)[0]),
+        ("moe_down", _product_row(inner), _half_capacity(hidden, inner)[1]),
+    ):
+        arguments.rows = rows
+        kernels[name].launch(processors, THREADS, rows * row, arguments, stream)
     return out
 
 
@@ -194,7 +209,7 @@ class _MoeArguments(ctypes.Structure):
             )
         ),
         ("routes", _Routes),
-        *((name, ctypes.c_int) for name in ("hidden", "inner", "plane", "rows")),
+        ("rows", ctypes.c_int),
         ("limit", ctypes.c_float),
     )  # fmt: skip
 
@@ -226,14 +241,14 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _plane(width: int) -> int:
-    """Elements of a plane of a quantized row (``rows.Operand``)."""
-    return -(-width // 256) * 32
+def _x_row(hidden: int) -> int:
+    """Bytes of an input row in shared memory: ``X_ROW`` of moe.cu."""
+    return -(-hidden // 256) * 512 + 32
 
 
-def _row_bytes(planes: int) -> int:
-    """A row in shared memory: ``row_bytes`` of moe.cu."""
-    return planes + 32
+def _product_row(inner: int) -> int:
+    """``PRODUCT_ROW`` of moe.cu."""
+    return inner * 2 + 32
 
 
 @cache
@@ -242,14 +257,20 @@ def _processors(device: torch.device) -> int:
 
 
 @cache
-def _moe_kernels(device: torch.device, dtype: torch.dtype, inspect: bool) -> dict[str, Kernel]:
-    """The kernels of moe.cu for operands of a dtype, compiled at the first call."""
-    defines = CONSTANTS | {"FORMAT": "FP16" if dtype == torch.float16 else "BF16"}
-    if inspect:
-        defines |= {"INSPECT": "1"}
+def _moe_kernels(
+    device: torch.device, dtype: torch.dtype, hidden: int, inner: int, inspect: bool
+) -> dict[str, Kernel]:
+    """The kernels of moe.cu for a shape and operands of a dtype, compiled at the first call."""
     with torch.cuda.device(device):
-        cubin = compile_cubin("moe", ARCHITECTURE, defines)
+        cubin = compile_cubin("moe", ARCHITECTURE, moe_defines(dtype, hidden, inner, inspect))
         return load_kernels(cubin, ["moe_both", "moe_up", "moe_down"], SHARED)
+
+
+def moe_defines(dtype: torch.dtype, hidden: int, inner: int, inspect: bool) -> dict[str, str]:
+    """What moe.cu is compiled with."""
+    defines = {"FORMAT": "FP16" if dtype == torch.float16 else "BF16"}
+    defines |= {"HIDDEN": str(hidden), "INNER": str(inner)} | CONSTANTS
+    return defines | {"INSPECT": "1"} if inspect else defines
 
 
 @cache

@@ -42,9 +42,12 @@ DEVICE void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier) {
 // Shared memory that ordinary stores wrote and the copy engine writes next, or the other way round.
 DEVICE void fence_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+template <int OFFSET>
 DEVICE uint2 load_shared2(u32 address) {
   uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2 + %3];"
+               : "=r"(v.x), "=r"(v.y)
+               : "r"(address), "n"(OFFSET));
   return v;
 }
 

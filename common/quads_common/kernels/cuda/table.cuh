@@ -39,20 +39,18 @@ DEVICE void read_block(const int* table, int b, Block& block) {
   if (tid == MAX_ROWS + 1) block.rows = row[1];
 }
 
-// At most 32 slots need no table: a warp sees them all. Blocks are in the order of their first slots
-// and have at most OWN_ROWS.
-constexpr int OWN_SLOTS = 32, OWN_ROWS = 16;
+// At most 32 slots need no table: a warp sees them all. Blocks are in the order of their first slots.
+constexpr int OWN_SLOTS = 32;
 
-DEVICE u32 first_of_blocks(u32 expert_slots, int lane) {
-  const int rank = __popc(expert_slots & ((1u << lane) - 1));
-  return rank % OWN_ROWS == 0;
+DEVICE u32 first_slots(int expert, u32 same_expert) {
+  const u32 before = (1u << (threadIdx.x & 31)) - 1;
+  return __ballot_sync(~0u, expert >= 0 && !(same_expert & before));
 }
 
 // Every warp for itself, with the same result.
 DEVICE int count_blocks(const Routes& R) {
-  const int lane = threadIdx.x & 31, expert = local_expert(R, lane);
-  const u32 mine = __match_any_sync(~0u, expert);
-  return __popc(__ballot_sync(~0u, expert >= 0 && first_of_blocks(mine, lane)));
+  const int expert = local_expert(R, threadIdx.x & 31);
+  return __popc(first_slots(expert, __match_any_sync(~0u, expert)));
 }
 
 // Block b into shared memory, by the first warp, between barriers.
@@ -60,16 +58,13 @@ DEVICE void make_block(const Routes& R, int b, Block& block) {
   if (threadIdx.x >= 32) return;
   const int lane = threadIdx.x, expert = local_expert(R, lane);
   const u32 mine = __match_any_sync(~0u, expert), before = (1u << lane) - 1;
-  const u32 firsts = __ballot_sync(~0u, expert >= 0 && first_of_blocks(mine, lane));
-  const int leader = __fns(firsts, 0, b + 1);
-  const int chosen = __shfl_sync(~0u, expert, leader);
-  const int base = __shfl_sync(~0u, __popc(mine & before), leader);
-  const int place = __popc(mine & before) - base;
-  const bool inside = expert == chosen && place >= 0 && place < OWN_ROWS;
-  if (inside) block.slots[place] = lane;
-  const u32 members = __ballot_sync(~0u, inside);
-  if (lane == 0) {
-    block.expert = chosen;
-    block.rows = __popc(members);
+  const u32 firsts = first_slots(expert, mine);
+  const int leader = 31 - __clz((int)mine & -(int)mine);  // the first slot of this lane's expert
+  if (expert >= 0 && __popc(firsts & ((1u << leader) - 1)) == b) {
+    block.slots[__popc(mine & before)] = lane;
+    if (lane == leader) {
+      block.expert = expert;
+      block.rows = __popc(mine);
+    }
   }
 }
