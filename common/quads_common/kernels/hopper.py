@@ -31,8 +31,8 @@ __all__ = [
 ]
 
 ARCHITECTURE = "sm_90a"
-# Dynamic shared memory that a thread block may have beside the kernels' static variables.
-SHARED = 208 * 1024
+# Shared memory of a thread block, and what of it rows can have, beside the kernels' static variables.
+ALL_SHARED, SHARED = 227 * 1024, 208 * 1024
 THREADS = 512
 # Of routes.cuh: slots of a block, experts and slots of a layer at most; blocks beyond those needed.
 MAX_ROWS, MAX_EXPERTS, MAX_SLOTS, MAX_SPARES = 32, 512, 4096, 12
@@ -273,7 +273,7 @@ def _moe_kernels(
     """The kernels of moe.cu for a shape and operands of a dtype, compiled at the first call."""
     with torch.cuda.device(device):
         cubin = compile_cubin("moe", ARCHITECTURE, moe_defines(dtype, hidden, inner, inspect))
-        return load_kernels(cubin, [*KERNELS, *(["list_blocks"] if inspect else [])], SHARED)
+        return load_kernels(cubin, [*KERNELS, *(["list_blocks"] if inspect else [])], ALL_SHARED)
 
 
 def moe_defines(dtype: torch.dtype, hidden: int, inner: int, inspect: bool) -> dict[str, str]:
