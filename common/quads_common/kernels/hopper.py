@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 ARCHITECTURE = "sm_90a"
-# Shared memory of a thread block, and what of it rows can have, beside the kernels' static variables.
+# Shared memory of a thread block, and the part of it that rows can have beside static variables.
 ALL_SHARED, SHARED = 227 * 1024, 208 * 1024
 THREADS = 512
 # Of routes.cuh: slots of a block, experts and slots of a layer at most; blocks beyond those needed.
