@@ -7,10 +7,14 @@ from torch import nn
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from quads_common.activation import Activation
+from quads_common.compensation.columns import SiteColumns
+from quads_common.compensation.ops import quads_moe_compensated
+from quads_common.compensation.site import moe_sites
 from quads_common.format import BLOCK_SIZE
 from quads_common.ops import quads_moe
 from quads_common.options import QuadsOptions
 from quads_common.weight_units import Piece, Region, WeightUnits, check_incoming
+from vllm_quads.compensation import LayerInput, Runtime
 from vllm_quads.loading import add_quantized_weight, finish_loading, load_themselves
 
 __all__ = ["QuadsMoEMethod"]
@@ -26,12 +30,17 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         prefix: str,
         load_format: str,
         backend: str,
+        runtime: Runtime | None = None,
     ) -> None:
+        """runtime: None for plain NVFP4."""
         super().__init__(layer.moe_config)
         self.options = options
         self.prefix = prefix
         self.load_format = load_format
         self.backend = backend
+        active = options.compensation.active
+        self.runtime = runtime if active("w13") or active("w2") else None
+        self.inputs: tuple[LayerInput, LayerInput] | None = None
         self.activation = Activation(layer.activation.value, getattr(layer, "swiglu_limit", None))
         if self.moe.has_bias:
             raise NotImplementedError(
@@ -73,14 +82,48 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             rule,
         )
         loader = ExpertLoader(self.prefix, w13, w2, layer.expert_map_manager, self.moe)
+        if self.runtime is not None:
+            self.inputs = self._compensate(layer, shards, self.runtime)
+            loader.arriving = self.runtime.compensator.weights_arrive
+            loader.columns = (self.inputs[0].columns, self.inputs[1].columns)
         layer.w13_weight.weight_loader = loader.load
         layer.w2_weight.weight_loader = loader.load
         layer.load_weights = loader.checked(layer.load_weights)
-        load_themselves(layer, [w13, w2])
+        load_themselves(layer, [w13, w2], self._on_boundary())
+
+    def _compensate(
+        self, layer: nn.Module, shards: "ExpertShards", runtime: Runtime
+    ) -> tuple[LayerInput, LayerInput]:
+        parallel = self.moe.moe_parallel_config
+        experts = [shards.global_ids[local] for local in range(len(shards.global_ids))]
+        sites = moe_sites(
+            self.prefix,
+            hidden=shards.hidden,
+            inner=shards.inner,
+            tp_size=parallel.tp_size,
+            tp_rank=parallel.tp_rank,
+            experts=experts,
+            num_experts=self.moe.num_experts,
+        )
+        first, second = (
+            LayerInput(
+                layer,
+                site,
+                runtime,
+                units=weight.shape[0],
+                rows=weight.shape[1],
+                device=weight.device,
+            )
+            for site, weight in zip(sites, (layer.w13_weight, layer.w2_weight), strict=True)
+        )
+        return first, second
+
+    def _on_boundary(self) -> Callable[[], object] | None:
+        return None if self.runtime is None else self.runtime.compensator.end_sync
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Check that all experts came; safe to call any number of times."""
-        finish_loading(layer, self.load_format)
+        finish_loading(layer, self.load_format, self._on_boundary())
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
         """None: ``apply`` does everything itself."""
@@ -100,6 +143,8 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         shared_experts_input=None,
     ) -> torch.Tensor:
         """[T, H] -> [T, H], the part of this rank's experts or shards; vLLM reduces."""
+        if self.inputs is not None:
+            return self._apply_compensated(layer, self.inputs, x, topk_weights, topk_ids)
         return quads_moe(
             x,
             layer.w13_weight,
@@ -115,6 +160,38 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             self.activation.limit,
             self.options.act,
             layer.apply_router_weight_on_input,
+            self.backend,
+        )
+
+    def _apply_compensated(
+        self,
+        layer: nn.Module,
+        inputs: tuple[LayerInput, LayerInput],
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        first, second = inputs
+        return quads_moe_compensated(
+            x,
+            layer.w13_weight,
+            layer.w13_weight_scale,
+            layer.w13_weight_global_scale,
+            layer.w2_weight,
+            layer.w2_weight_scale,
+            layer.w2_weight_global_scale,
+            topk_weights,
+            topk_ids,
+            layer.expert_map,
+            self.activation.name,
+            self.activation.limit,
+            layer.apply_router_weight_on_input,
+            *first.selection(layer),
+            *second.selection(layer),
+            first.alpha,
+            first.statistics(layer) + second.statistics(layer),
+            first.period,
+            first.real_rows(layer, x.shape[0]),
             self.backend,
         )
 
@@ -165,7 +242,11 @@ class ExpertShards:
 
 
 class ExpertLoader:
-    """Takes full expert matrices or [E, N, K] stacks; writes this rank's share to the units."""
+    """Takes full expert matrices or [E, N, K] stacks; writes this rank's share to the units.
+
+    arriving: called before each tensor that this rank takes. columns: of w13 and w2, see
+    ``SiteColumns``.
+    """
 
     def __init__(self, prefix: str, w13: WeightUnits, w2: WeightUnits, expert_map_manager, moe):
         self.prefix = prefix
@@ -182,6 +263,8 @@ class ExpertLoader:
             "w3": (up, Piece(inner, first_row=inner, row_offset=start)),
             "w2": ((hidden, inner * tp_size), Piece(hidden, k_offset=start)),
         }
+        self.arriving: Callable[[], object] | None = None
+        self.columns: tuple[SiteColumns | None, SiteColumns | None] = (None, None)
         self.calls = 0
         self.experts = moe.num_experts
 
@@ -246,5 +329,11 @@ class ExpertLoader:
             raise ValueError(f"{source}: shard id {shard_id!r} is not one of w1, w2, w3")
         full, piece = self.pieces[shard_id]
         check_incoming(matrix, full, source)
-        units.load(unit, shard_id, matrix, source, piece)
+        if self.arriving is not None:
+            self.arriving()
+        columns = self.columns[units is self.w2]
+        if columns is None:
+            units.load(unit, shard_id, matrix, source, piece)
+        else:
+            columns.load(units, unit, shard_id, matrix, source, piece)
         return True

@@ -8,8 +8,9 @@
 3. ``EngineCore.reset_prefix_cache``: trainers that call nothing after loading call this; it is the
    boundary at which incomplete units are reported and dropped. Only the scheduler hears of it.
 4. ``WorkerWrapperBase.execute_model``, ``.sleep``, ``.wake_up``: after sleep level 2 the weights
-   are gone, and a model must not run on what lies in their place. Every executor but Ray's compiled
-   graphs runs models through this class.
+   are gone, and a model must not run on what lies in their place; and the scheduler's count of
+   tokens says which rows statistics may count. Every executor but Ray's compiled graphs runs models
+   through this class.
 5. ``WorkerWrapperBase.load_model``: says what was quantized, and refuses to serve if nothing was.
 6. ``WorkerWrapperBase.reload_weights``: refuses kernel-format tensors, which vLLM would cast into
    packed codes.
@@ -33,7 +34,13 @@ from vllm_quads.config import (
     additional_options,
 )
 from vllm_quads.report import after_loading, quads_report
-from vllm_quads.sync import mark_lost, quads_end_sync, quads_fingerprints, raise_if_lost
+from vllm_quads.sync import (
+    mark_lost,
+    quads_end_sync,
+    quads_fingerprints,
+    raise_if_lost,
+    runtime_of,
+)
 
 __all__ = ["ENVIRONMENT_VARIABLE", "apply"]
 
@@ -165,7 +172,16 @@ def _patch_worker_wrapper() -> None:
         if getattr(self, _WEIGHTS_LOST, False):
             raise_if_lost(self.worker.model_runner.get_model())
             setattr(self, _WEIGHTS_LOST, False)
-        return original(self, *args, **kwargs)
+        runtime = runtime_of(self)
+        if runtime is None:
+            return original(self, *args, **kwargs)
+        scheduled = args[0] if args else kwargs["scheduler_output"]
+        counting = runtime.begin(scheduled.total_num_scheduled_tokens)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            if counting:
+                runtime.end()
 
     def sleep(self: WorkerWrapperBase, level: int = 1) -> None:
         self.worker.sleep(level=level)
