@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
 from quads_common.compensation import CompensationOptions, SiteState
@@ -18,6 +19,7 @@ from quads_common.compensation.controller import Compensator
 from quads_common.compensation.site import Site
 from quads_common.options import QuadsOptions
 from quads_common.placement import ModelFacts
+from vllm_quads.metrics import MetricsFile
 
 __all__ = ["LayerInput", "RealRows", "Runtime", "new_runtime", "rows_unknown"]
 
@@ -75,14 +77,19 @@ class Runtime:
         self._rows.clear()
 
 
-def new_runtime(options: QuadsOptions, vllm_config: VllmConfig, facts: ModelFacts) -> Runtime:
+def new_runtime(
+    options: QuadsOptions, vllm_config: VllmConfig, facts: ModelFacts, metrics: MetricsFile
+) -> Runtime:
     """For a model that is compensated. Warns if its statistics have to stay off."""
     parallel = vllm_config.parallel_config
+    first_rank = get_tensor_model_parallel_rank() == 0
     compensator = Compensator(
         options.compensation,
         tp_size=parallel.tensor_parallel_size,
         log=logger,
         selection_file=options.selection_file,
+        first_rank=first_rank,
+        on_refresh=metrics.write if first_rank else None,
     )
     reason = rows_unknown(vllm_config, facts)
     if reason is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from quads_common.options import (
 from quads_common.placement import ModelFacts
 from vllm_quads.compensation import Runtime, new_runtime
 from vllm_quads.kept import KeptEmbeddingMethod, KeptLinearMethod, refuse_reloads_on_cpu
+from vllm_quads.metrics import MetricsFile
 from vllm_quads.refusals import check_supported
 
 __all__ = ["ADDITIONAL_CONFIG_KEY", "ADDITIONAL_SOURCE", "QuadsNvfp4Config"]
@@ -57,6 +59,7 @@ class QuadsNvfp4Config(QuantizationConfig):
         self.load_format = "auto"
         self.seen: list[str] = []  # checkpoint names of all modules that were decided on
         self.backend = "undecided"
+        self.engine_id = uuid.uuid4().hex  # the same in all processes
         self.runtime: Runtime | None = None  # of this process; never pickled
 
     def __getstate__(self) -> dict[str, Any]:
@@ -211,7 +214,8 @@ class QuadsNvfp4Config(QuantizationConfig):
         """What compensated layers share; None if nothing is compensated."""
         if self.runtime is None and self.options.compensates:
             assert self.facts is not None, f"{self.options=}"
-            self.runtime = new_runtime(self.options, get_current_vllm_config(), self.facts)
+            metrics = MetricsFile(self.engine_id)
+            self.runtime = new_runtime(self.options, get_current_vllm_config(), self.facts, metrics)
         return self.runtime
 
     def _members(self, prefix: str) -> list[str]:

@@ -73,6 +73,12 @@ def after_loading(worker: Any) -> None:
         if isinstance(module, RoutedExperts):
             module._quads_served = True
     if config.runtime is not None:
+        if not config.runtime.compensator.states:
+            kinds = list(config.options.compensation.compensate)
+            raise ValueError(
+                f"compensate {kinds} with method {config.options.preset!r} names no input of the "
+                "layers that are quantized, so nothing would be compensated"
+            )
         config.runtime.compensator.loaded()
     before, after = (report[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
     logger.info(

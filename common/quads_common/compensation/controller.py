@@ -3,8 +3,9 @@
 An engine adds its sites when it makes its layers, tells when weights arrive and when a sync ends,
 and offers the public methods to its users. Between two boundaries nothing here changes a list.
 
-A **boundary** is the end of a sync. With BF16 columns (``splice_weight="bf16"``) it is the sync's
-first tensor that decides on the lists, because the columns are gathered while the weights load.
+A **boundary** is the end of a sync. With BF16 columns (``splice_weight="bf16"``) lists are chosen
+at the latest when a sync's first tensor arrives, because the columns are gathered while the weights
+load, and come into force when the sync ends.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +23,10 @@ from quads_common.compensation.files import (
     write_selection_file,
 )
 from quads_common.compensation.metrics import SiteMetrics, refresh_summary
-from quads_common.compensation.options import CompensationOptions
+from quads_common.compensation.options import KINDS, CompensationOptions
 from quads_common.compensation.refresh import SiteState, new_site_state, refresh, refresh_is_due
 from quads_common.compensation.site import Site
-from quads_common.compensation.statistics import reset
+from quads_common.compensation.statistics import copy_into, reset
 
 __all__ = ["Compensator", "Log"]
 
@@ -44,6 +45,7 @@ class Compensator:
     """The sites of one rank. version: how often a selection changed; metrics: of the last refresh.
 
     tp_size: the engine's, which selection files belong to. selection_file: to start with.
+    first_rank: the one that writes INFO lines. on_refresh: called with the metrics of each refresh.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class Compensator:
         tp_size: int,
         log: Log,
         selection_file: str | None = None,
+        first_rank: bool = True,
+        on_refresh: Callable[[list[SiteMetrics]], object] | None = None,
     ) -> None:
         self.options = options
         self.tp_size = tp_size
@@ -60,12 +64,15 @@ class Compensator:
         self.boundaries = 0
         self.metrics: list[SiteMetrics] = []
         self._log = log
+        self._first_rank = first_rank
+        self._on_refresh = on_refresh
+        self._state: dict[str, Any] = {}
         self._states: dict[str, SiteState] = {}
         self._columns: dict[str, SiteColumns] = {}
         self._start_file = selection_file
-        self._next_file: SavedSelection | None = None  # takes effect with the next sync's columns
-        self._refresh_next = False  # asked for, waits for the same
-        self._announced = False  # the sync that is going on ends with other lists
+        # With BF16 columns: lists of all sites that wait for a sync; do they differ from the others?
+        self._chosen: list[dict[str, torch.Tensor]] | None = None
+        self._chosen_differ = False
         self._loaded = False
         self._arriving = False
 
@@ -112,18 +119,20 @@ class Compensator:
             self._restore_start_file()
             return
         self.boundaries += 1
-        if self._next_file is not None:
-            saved, self._next_file, self._refresh_next = self._next_file, None, False
-            self._announce(lambda: self._restore(saved))
-        elif self._refresh_next or refresh_is_due(self.boundaries, self.options):
-            self._refresh_next = False
-            self._announce(self._refresh)
+        if self._chosen is None and refresh_is_due(self.boundaries, self.options):
+            self._choose(self._refresh)
+        if self._chosen is not None:
+            for name, lists in zip(self._states, self._chosen, strict=True):
+                if name in self._columns:
+                    self._columns[name].announce(lists)
 
     def loaded(self) -> None:
         """The engine's first load is over."""
         self._arriving = False
         self._restore_start_file()
         self._loaded = True
+        self._state = {"start_version": self.version}
+        self._note_state()
 
     def end_sync(self) -> bool:
         """A boundary, if weights arrived since the last one; returns whether a list changed."""
@@ -137,14 +146,24 @@ class Compensator:
             self._commit()
         else:
             self.boundaries += 1
-            if refresh_is_due(self.boundaries, self.options):
-                self._refresh()
+            if refresh_is_due(self.boundaries, self.options) and self._refresh():
+                self._changed()
         return self.version != before
 
-    def checksum(self) -> dict[str, str]:
-        """Digests of the lists that every rank must have alike: inputs that no rank shards."""
-        shared = [s for s in self.states if s.site.shards == 1 and s.site.num_groups == 1]
-        return {s.site.name: s.selection.checksum() for s in shared}
+    def state(self) -> dict[str, Any]:
+        """What ranks are compared by, without touching the device.
+
+        version and start_version: now and when the engine had loaded. shared: digests of the lists
+        of inputs that no rank shards, which every rank must have alike. calibration_passes: see
+        ``calibration_passes``.
+        """
+        return self._state
+
+    @property
+    def calibration_passes(self) -> int:
+        """How often to run prompts: RAC's blocks are ranked by what the hot channels leave."""
+        chosen = [k for k in KINDS if self.options.ratio(k) and self.options.splice_count(k)]
+        return 2 if chosen else 1
 
     # What users call ----------------------------------------------------------------------------
 
@@ -156,15 +175,15 @@ class Compensator:
         before = self.version
         self.end_sync()
         if self.gathers_columns:
-            self._refresh_next = True
-            self._log.info(
-                "quads_nvfp4: BF16 columns exist only while weights load: the refresh takes effect "
-                "with the next weight sync"
-            )
-            return {"applied": False, "changed": self.version != before, "metrics": []}
-        self._refresh()
-        found = [m.to_json() for m in self.metrics]
-        return {"applied": True, "changed": self.version != before, "metrics": found}
+            self._choose(self._refresh)
+            self._wait("the refresh")
+        elif self._refresh():
+            self._changed()
+        return {
+            "applied": not self.gathers_columns,
+            "changed": self.version != before,
+            "metrics": [m.to_json() for m in self.metrics],
+        }
 
     def forget(self) -> None:
         """Forget statistics and averages; the lists in force stay until the next refresh."""
@@ -181,14 +200,20 @@ class Compensator:
     ) -> int | None:
         """Write the selection file of all ranks; returns the number of sites, None elsewhere.
 
+        Lists that wait for a sync are saved in place of those in force.
+
         gather: every rank's parts on the rank that writes, None on the others.
         """
-        everyone = gather([snapshot(state) for state in self.states])
+        in_force = self._put(self._chosen) if self._chosen is not None else None
+        parts = [snapshot(state) for state in self.states]
+        if in_force is not None:
+            self._put(in_force)
+        everyone = gather(parts)
         if everyone is None:
             return None
-        parts = [part for parts in everyone for part in parts]
-        write_selection_file(path, parts, tp_size=self.tp_size, options=self.options)
-        return len({part.site.name for part in parts})
+        together = [part for parts in everyone for part in parts]
+        write_selection_file(path, together, tp_size=self.tp_size, options=self.options)
+        return len({part.site.name for part in together})
 
     def load(self, path: str) -> dict[str, Any]:
         """Take over a selection file; "applied" is False if it waits for the next sync.
@@ -199,55 +224,85 @@ class Compensator:
         """
         saved = read_selection_file(path)
         self.end_sync()
-        if not self.gathers_columns:
+        if self.gathers_columns:
+            self._choose(lambda: self._restore(saved))
+            self._wait(path)
+        else:
             self._restore(saved)
-            return {"applied": True}
-        kept = [_clones(state.buffers()) for state in self.states]
-        restore(saved, self.states, tp_size=self.tp_size, options=self.options)  # would it fit?
-        for state, buffers in zip(self.states, kept, strict=True):
-            _write(state.buffers(), buffers)
-        self._next_file = saved
-        self._log.info(
-            "quads_nvfp4: BF16 columns exist only while weights load: %s takes effect with the "
-            "next weight sync",
-            path,
-        )
-        return {"applied": False}
+            self._changed()
+        return {"applied": not self.gathers_columns}
 
     # How ----------------------------------------------------------------------------------------
 
-    def _refresh(self) -> None:
-        self.metrics = refresh(self.states, self.options)
-        if any(m.blocks_overlap < 1 or m.channels_overlap < 1 for m in self.metrics):
-            self.version += 1
-        self._log.info("quads_nvfp4: selections refreshed: %s", refresh_summary(self.metrics))
-
-    def _restore(self, saved: SavedSelection) -> None:
-        restore(saved, self.states, tp_size=self.tp_size, options=self.options)
+    def _changed(self) -> None:
         self.version += 1
-        self._log.info("quads_nvfp4: selections of %s", saved.path)
+        if self._loaded:
+            self._note_state()
+
+    def _note_state(self) -> None:
+        shared = [s for s in self.states if s.site.shards == 1 and s.site.num_groups == 1]
+        self._state |= {
+            "version": self.version,
+            "shared": {s.site.name: s.selection.checksum() for s in shared},
+            "calibration_passes": self.calibration_passes,
+        }
+
+    def _info(self, message: str, *args: Any) -> None:
+        if self._first_rank:
+            self._log.info(f"quads_nvfp4: {message}", *args)
+
+    def _wait(self, what: str) -> None:
+        self._info(
+            "BF16 columns exist only while weights load: %s takes effect with the next sync", what
+        )
+
+    def _refresh(self) -> bool:
+        """Returns whether a list changed."""
+        self.metrics = refresh(self.states, self.options)
+        self._info("selections refreshed: %s", refresh_summary(self.metrics))
+        if self._on_refresh is not None:
+            self._on_refresh(self.metrics)
+        return any(m.blocks_overlap < 1 or m.channels_overlap < 1 for m in self.metrics)
+
+    def _restore(self, saved: SavedSelection) -> bool:
+        restore(saved, self.states, tp_size=self.tp_size, options=self.options)
+        self._info("selections of %s", saved.path)
+        return True
 
     def _restore_start_file(self) -> None:
         if self._start_file is not None:
             path, self._start_file = self._start_file, None
             self._restore(read_selection_file(path))
+            self._changed()
 
-    def _announce(self, choose: Callable[[], None]) -> None:
-        """Run what writes new lists, but leave the old ones in force until the sync ends."""
-        sites = list(self._columns.values())
-        old = [_clones(columns.state.selection.buffers()) for columns in sites]
-        before = self.version
-        choose()
-        self._announced, self.version = self.version != before, before
-        for columns, kept in zip(sites, old, strict=True):
-            buffers = columns.state.selection.buffers()
-            columns.announce(_clones(buffers))
-            _write(buffers, kept)
+    def _choose(self, write_lists: Callable[[], bool]) -> None:
+        """Run what writes new lists; keep them for the next sync and the old ones in force."""
+        in_force = self._put(None)
+        self._chosen_differ = write_lists()
+        self._chosen = self._put(in_force)
+
+    def _put(self, lists: list[dict[str, torch.Tensor]] | None) -> list[dict[str, torch.Tensor]]:
+        """Write the lists of all sites, if any; returns those that were there."""
+        selections = [state.selection.buffers() for state in self.states]
+        old = [_clones(buffers) for buffers in selections]
+        for buffers, new in zip(selections, lists or [], strict=False):
+            for name, tensor in buffers.items():
+                tensor.copy_(new[name])
+        return old
 
     def _commit(self) -> None:
-        late = [name for name, columns in self._columns.items() if not columns.commit()]
-        if self._announced:
-            self.version, self._announced = self.version + 1, False
+        chosen, self._chosen = self._chosen, None
+        if chosen is None:
+            return
+        late = []
+        for (name, state), lists in zip(self._states.items(), chosen, strict=True):
+            columns = self._columns.get(name)
+            if columns is None:
+                copy_into(state.selection.buffers(), lists, name)
+            elif not columns.commit():
+                late.append(name)
+        if self._chosen_differ:
+            self._changed()
         if late:
             self._log.warning(
                 "quads_nvfp4: %d inputs keep their hot channels, because the sync did not bring "
@@ -259,8 +314,3 @@ class Compensator:
 
 def _clones(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in buffers.items()}
-
-
-def _write(buffers: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
-    for name, tensor in buffers.items():
-        tensor.copy_(values[name])
