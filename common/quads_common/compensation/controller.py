@@ -70,7 +70,7 @@ class Compensator:
         self._states: dict[str, SiteState] = {}
         self._columns: dict[str, SiteColumns] = {}
         self._start_file = selection_file
-        # With BF16 columns: lists of all sites that wait for a sync; do they differ from the others?
+        # With BF16 columns: lists of all sites that wait for a sync, and whether they are new.
         self._chosen: list[dict[str, torch.Tensor]] | None = None
         self._chosen_differ = False
         self._loaded = False
