@@ -73,7 +73,7 @@ class _Collector(Collector):
         rows = self.file.read()
         for key, text in HELP.items():
             family = GaugeMetricFamily(PREFIX + key, text, labels=["site"])
-            for row in rows:
+            for row in (r for r in rows if r[key] is not None):
                 family.add_metric([row["name"]], row[key])
             if rows:
                 yield family

@@ -36,8 +36,8 @@ def quads_forget(worker: Any) -> None:
     _compensator(worker).forget()
 
 
-def quads_save_selection(worker: Any, path: str) -> int | None:
-    """Worker method: write a selection file; returns the number of inputs on the first rank.
+def quads_save_selection(worker: Any, path: str) -> dict[str, Any] | None:
+    """Worker method: write a selection file; returns path and number of inputs on the first rank.
 
     path: where the first rank can write.
     """

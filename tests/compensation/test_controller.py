@@ -114,7 +114,7 @@ def test_save_and_load(log, tmp_path):
     serve(compensator, chosen)
     compensator.refresh_now()
     path = str(tmp_path / "selection")
-    assert compensator.save(path, lambda parts: [parts]) == 2
+    assert compensator.save(path, lambda parts: [parts]) == {"path": path, "inputs": 2}
     assert compensator.save(path, lambda parts: None) is None
     other = loaded(log, chosen)
     assert other.load(path) == {"applied": True}

@@ -134,7 +134,7 @@ class CompensationProbes(SyncProbes):
         }
         return {"workers": self.llm.collective_rpc("quads_metrics"), "prometheus": samples}
 
-    def save(self, path: str) -> list[int | None]:
+    def save(self, path: str) -> list[dict[str, Any] | None]:
         """``quads_save_selection``."""
         return self.llm.collective_rpc("quads_save_selection", args=(path,))
 

@@ -197,8 +197,8 @@ class Compensator:
         self,
         path: str,
         gather: Callable[[list[SitePart]], Sequence[list[SitePart]] | None],
-    ) -> int | None:
-        """Write the selection file of all ranks; returns the number of sites, None elsewhere.
+    ) -> dict[str, Any] | None:
+        """Write the selection file of all ranks; returns path and inputs, None elsewhere.
 
         Lists that wait for a sync are saved in place of those in force.
 
@@ -213,7 +213,7 @@ class Compensator:
             return None
         together = [part for parts in everyone for part in parts]
         write_selection_file(path, together, tp_size=self.tp_size, options=self.options)
-        return len({part.site.name for part in together})
+        return {"path": path, "inputs": len({part.site.name for part in together})}
 
     def load(self, path: str) -> dict[str, Any]:
         """Take over a selection file; "applied" is False if it waits for the next sync.
