@@ -13,7 +13,15 @@ from quads_common.compensation.operands import InputCompensation
 from quads_common.compensation.statistics import ChannelStatistics
 from quads_common.format import QuantizedTensor
 
-__all__ = ["quads_linear_compensated", "quads_moe_compensated"]
+__all__ = ["can_compensate", "quads_linear_compensated", "quads_moe_compensated"]
+
+# Backends (``quads_common.backend``) that the operators here run on.
+_BACKENDS = ("emulated",)
+
+
+def can_compensate(backend: str) -> bool:
+    """Whether ``quads_linear_compensated`` and ``quads_moe_compensated`` run on a backend."""
+    return backend in _BACKENDS
 
 
 @torch.library.custom_op("quads::linear_compensated", mutates_args=("statistics",))
@@ -110,5 +118,5 @@ def _(x, *args):  # type: ignore[no-untyped-def]
 
 
 def _check_backend(backend: str) -> None:
-    if backend != "emulated":
-        raise ValueError(f"backend {backend!r} cannot compensate: 'emulated' can")
+    if not can_compensate(backend):
+        raise ValueError(f"backend {backend!r} cannot compensate: {list(_BACKENDS)} can")
