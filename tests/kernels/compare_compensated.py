@@ -20,10 +20,11 @@ from quads_common.compensation.statistics import new_statistics
 from quads_common.format import QuantizedTensor
 from quads_common.gemm import accumulation_bound
 from quads_common.kernels.compensated import (
+    form_config,
     fused_moe_compensated_triton,
     linear_compensated_triton,
 )
-from quads_common.kernels.compensated_gemm import compensated_gemm, exact_config
+from quads_common.kernels.compensated_gemm import compensated_gemm
 from quads_common.kernels.compensated_rows import compensate_rows
 from quads_common.kernels.gemm import linear_triton
 from quads_common.kernels.moe import fused_moe_triton, moe_config
@@ -124,7 +125,9 @@ def nothing_selected(name: str, x: torch.Tensor, weight: QuantizedTensor) -> Ite
     yield f"{name} nothing selected", not any(wrong.values()), f"differ from plain: {wrong}"
 
 
-def layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
+def layers(
+    device: str, shapes: dict, quick: bool, counts: tuple[int, ...] = (1, 16, 128, 512)
+) -> Iterator[Check]:
     """MoE layers in both forms: both GEMMs against float64, then the whole against torch."""
     hidden, inner, experts, top_k = next(iter(shapes.values()))
     generator = torch.Generator().manual_seed(34)
@@ -133,7 +136,7 @@ def layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
         for size in ((2 * inner, hidden), (hidden, inner))
     )
     presets = ["splice rac", "columns rac"] if quick else list(PRESETS)
-    for count in (4,) if quick else (1, 16, 128, 512):
+    for count in (4,) if quick else counts:
         x = hot_rows(count, hidden, generator, torch.bfloat16)
         ids = random_ids(count, top_k, experts, torch.Generator().manual_seed(count))
         if count > 1:
@@ -168,7 +171,7 @@ def one_layer(
     flat = ids.flatten().long()
     y = torch.full((tokens * top_k, w13.shape[1]), torch.nan, dtype=x.dtype, device=device)
     rows = compensate_rows(x, first, **options)
-    tile = exact_config(config.gemm1, 4)
+    tile = form_config(config.gemm1, first, exact)
     table = make_table(routes, tile.block_m)
     compensated_gemm(rows, first, w13, y, config=tile, table=table, top_k=top_k)
     excess = grouped_excess(y, x, first, w13, flat, top_k, exact, None)
@@ -176,7 +179,7 @@ def one_layer(
     inner = quantize_rows(y, activation=Activation(), routes=routes, operand=False, product=True)
     rows = compensate_rows(y, second, activation=Activation(), routes=routes, **options)
     slots = torch.full((tokens * top_k, x.shape[1]), torch.nan, device=device)
-    tile = exact_config(config.gemm2, 4)
+    tile = form_config(config.gemm2, second, exact)
     compensated_gemm(rows, second, w2, slots, config=tile, table=table, router_weight=router)
     excess = grouped_excess(slots, inner.product, second, w2, flat, 1, exact, router.flatten())
     yield f"{name} gemm2", excess <= 1, f"worst error {excess:.3f} of the bound"

@@ -25,7 +25,7 @@ from quads_common.kernels.route import Routes, make_table, sum_slots_triton
 from quads_common.kernels.statistics import Beside, observe_triton
 from quads_common.moe import check_shapes
 
-__all__ = ["fused_moe_compensated_triton", "linear_compensated_triton"]
+__all__ = ["form_config", "fused_moe_compensated_triton", "linear_compensated_triton"]
 
 
 def linear_compensated_triton(
@@ -61,7 +61,7 @@ def linear_compensated_triton(
         compensation.alpha,
     )
     y = x.new_empty((rows.shape[0], weight.shape[0]))
-    config = _config(config or linear_config(rows.shape[0]), lists, exact)
+    config = form_config(config or linear_config(rows.shape[0]), lists, exact)
     compensated_gemm(compensate_rows(rows, lists, exact=exact), lists, stacked, y, config=config,
                      bias=bias)  # fmt: skip
     aside.join()
@@ -99,8 +99,8 @@ def fused_moe_compensated_triton(
     row_factor = router if apply_router_weight_on_input else None
     routes = Routes(topk_ids.contiguous(), expert_map, w13.shape[0])
     config = config or moe_config(tokens, top_k, w13.shape[0])
-    first = _config(config.gemm1, w13_input, exact)
-    second = _config(config.gemm2, w2_input, exact)
+    first = form_config(config.gemm1, w13_input, exact)
+    second = form_config(config.gemm2, w2_input, exact)
     table = make_table(routes, first.block_m)
     aside = Beside(x.device)
     observe_rows = partial(observe_triton, period=gathering.period, row_mask=gathering.row_mask)
@@ -124,7 +124,7 @@ def fused_moe_compensated_triton(
     return sum_slots_triton(slots, routes, x.dtype)
 
 
-def _config(config: GemmConfig, lists: InputCompensation, exact: bool) -> GemmConfig:
+def form_config(config: GemmConfig, lists: InputCompensation, exact: bool) -> GemmConfig:
     """The tile for a form: the plain one where it is one product."""
     parts = 1
     if exact:
