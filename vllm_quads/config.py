@@ -4,7 +4,7 @@ import dataclasses
 import json
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ from vllm_quads.compensation import Runtime, new_runtime
 from vllm_quads.kept import KeptEmbeddingMethod, KeptLinearMethod, refuse_reloads_on_cpu
 from vllm_quads.metrics import MetricsFile
 from vllm_quads.refusals import check_supported
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.utils import WeightsMapper
 
 __all__ = ["ADDITIONAL_CONFIG_KEY", "ADDITIONAL_SOURCE", "QuadsNvfp4Config"]
 
@@ -78,6 +81,16 @@ class QuadsNvfp4Config(QuantizationConfig):
     def get_min_capability(cls) -> int:
         """sm_80."""
         return 80
+
+    @staticmethod
+    def get_cache_scale_mapper() -> "WeightsMapper":
+        """No renaming, as without quantization: a BF16 checkpoint holds no KV cache scales.
+
+        vLLM's default tries eight regular expressions on each name of every weight sync.
+        """
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        return WeightsMapper()
 
     @staticmethod
     def get_config_filenames() -> list[str]:

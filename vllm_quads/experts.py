@@ -84,29 +84,50 @@ class ExpertLoader:
         self.calls = 0
         self.experts = moe.num_experts
 
-    def checked(
-        self, load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[str]]
-    ) -> Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[str]]:
-        """``RoutedExperts.load_weights`` that raises on a name no expert takes; vLLM skips it."""
+    def named(
+        self,
+        layer: nn.Module,
+        load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[str]],
+    ) -> Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[str]]:
+        """``RoutedExperts.load_weights`` that looks the usual names up and raises on unknown ones.
 
-        def watched(
-            weights: Iterable[tuple[str, torch.Tensor]],
-        ) -> Iterator[tuple[str, torch.Tensor]]:
+        vLLM's own compares a name with those of all experts (up to 0.31), makes the list of them on
+        every call, and skips what matches none. Stacks and unusual names still go through it.
+        """
+        table: dict[str, tuple[str, int, str]] = {}
+
+        def load(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
+            if not table:
+                table.update(expert_names(layer))
             for name, weight in weights:
-                if weight.ndim == 3 and weight.shape[0] != self.experts:
-                    raise ValueError(
-                        f"{self.prefix}.{name}: expected {self.experts} experts, got shape "
-                        f"{list(weight.shape)}"
-                    )
-                before = self.calls
-                yield name, weight
-                if self.calls == before:  # vLLM asks for the next one, and nothing took this one
-                    raise ValueError(
-                        f"{self.prefix}.{name}: no expert has such a weight (shape "
-                        f"{list(weight.shape)})"
-                    )
+                found = table.get(name) if weight.ndim == 2 else None
+                if found is None:
+                    yield from self._load_unusual(load_weights, name, weight)
+                    continue
+                param_name, expert, shard = found
+                source = f"{self.prefix}.{expert}.{shard}"
+                if self._load_expert(weight, source, shard, expert):
+                    yield param_name
 
-        return lambda weights: load_weights(watched(weights))
+        return load
+
+    def _load_unusual(
+        self,
+        load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[str]],
+        name: str,
+        weight: torch.Tensor,
+    ) -> Iterator[str]:
+        if weight.ndim == 3 and weight.shape[0] != self.experts:
+            raise ValueError(
+                f"{self.prefix}.{name}: expected {self.experts} experts, got shape "
+                f"{list(weight.shape)}"
+            )
+        before = self.calls
+        yield from load_weights([(name, weight)])
+        if self.calls == before:
+            raise ValueError(
+                f"{self.prefix}.{name}: no expert has such a weight (shape {list(weight.shape)})"
+            )
 
     def load(
         self,
@@ -153,3 +174,20 @@ class ExpertLoader:
         else:
             columns.load(units, unit, shard_id, matrix, source, piece)
         return True
+
+
+def expert_names(layer: nn.Module) -> dict[str, tuple[str, int, str]]:
+    """Parameter name, global expert id and shard id by checkpoint name, from vLLM's own mapping.
+
+    Names are relative to the layer: ``3.gate_proj.weight``. Empty where a layer has no such mapping
+    (vLLM 0.24).
+    """
+    if not hasattr(layer, "get_expert_mapping"):
+        return {}
+    last = layer.layer_name.rpartition(".")[2] + "."
+    found = {}
+    for param_name, weight_name, expert, shard in layer.get_expert_mapping():
+        if param_name.startswith(last) and weight_name.startswith(last):
+            name = weight_name.removeprefix(last) + "weight"
+            found[name] = (param_name.removeprefix(last) + "weight", expert, shard)
+    return found

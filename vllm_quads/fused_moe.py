@@ -86,7 +86,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             loader.columns = (self.inputs[0].columns, self.inputs[1].columns)
         layer.w13_weight.weight_loader = loader.load
         layer.w2_weight.weight_loader = loader.load
-        layer.load_weights = loader.checked(layer.load_weights)
+        layer.load_weights = loader.named(layer, layer.load_weights)
         load_themselves(layer, [w13, w2], self._on_boundary())
 
     def _compensate(
