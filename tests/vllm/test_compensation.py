@@ -235,11 +235,12 @@ def test_calibration_runs_twice_for_splice_and_rac(spliced):
 
 
 def test_compiled(engine, arith_moe, sequences):
-    """Dynamo, Inductor and a prefix cache, which a changed selection resets."""
-    options = {"targets": "all", "sampling_rate": 1, "min_tokens": 8}
+    """Dynamo, Inductor, a prefix cache, which a changed selection resets, and unequal ratios."""
+    options = {"targets": "all", "sampling_rate": 1, "min_tokens": 8, "adaptive": True}
     probes = [
         ("counted", "counted", [sequences[:31]]),
         ("cached, refresh", "prefix_cache", [sequences[30], "refresh"]),
+        ("lists", "lists", []),
         ("cached, nothing", "prefix_cache", [sequences[30], "nothing"]),
         ("buffers", "buffers", []),
     ]
@@ -253,6 +254,9 @@ def test_compiled(engine, arith_moe, sequences):
     second, third = found["cached, nothing"]
     assert second == third > 0
     assert "method quads, act nvfp4, targets all" in found["log"]
+    (lists,) = found["lists"]
+    blocks = [sum(b >= 0 for b in what["blocks"][0]) for s, what in lists.items() if ".w13" in s]
+    assert sum(blocks) == 4 * 8 and len(set(blocks)) > 1, f"{blocks=}: adaptive, in total a half"
 
 
 @pytest.fixture(scope="module")
