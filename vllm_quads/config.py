@@ -20,6 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from quads_common.backend import choose_backend
+from quads_common.compensation.layers import Runtime
 from quads_common.compensation.ops import can_compensate
 from quads_common.options import (
     PLAIN_METHOD,
@@ -29,7 +30,7 @@ from quads_common.options import (
     merge_options,
 )
 from quads_common.placement import ModelFacts
-from vllm_quads.compensation import Runtime, new_runtime
+from vllm_quads.compensation import new_runtime
 from vllm_quads.kept import KeptEmbeddingMethod, KeptLinearMethod, refuse_reloads_on_cpu
 from vllm_quads.metrics import MetricsFile
 from vllm_quads.refusals import check_supported

@@ -7,11 +7,11 @@ from torch import nn
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from quads_common.activation import Activation
+from quads_common.compensation.layers import LayerInput, Runtime
 from quads_common.compensation.ops import quads_moe_compensated
 from quads_common.compensation.site import moe_sites
 from quads_common.ops import quads_moe
 from quads_common.options import QuadsOptions
-from vllm_quads.compensation import LayerInput, Runtime
 from vllm_quads.experts import ExpertLoader, ExpertShards, check_sizes
 from vllm_quads.loading import add_quantized_weight, finish_loading, load_themselves
 

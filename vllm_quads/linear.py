@@ -12,13 +12,13 @@ from vllm.model_executor.layers.linear import (
 )
 
 from quads_common.compensation.columns import SiteColumns
+from quads_common.compensation.layers import LayerInput, Runtime
 from quads_common.compensation.ops import quads_linear_compensated
 from quads_common.compensation.site import linear_site
 from quads_common.format import BLOCK_SIZE
 from quads_common.ops import quads_linear
 from quads_common.options import QuadsOptions
 from quads_common.weight_units import Region, WeightUnits, check_incoming
-from vllm_quads.compensation import LayerInput, Runtime
 from vllm_quads.loading import add_quantized_weight, finish_loading, load_themselves
 
 __all__ = ["QuadsLinearMethod"]

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
+from quads_common.compensation.layers import Runtime
 from quads_common.weight_units import WeightUnits
-from vllm_quads.compensation import Runtime
 from vllm_quads.loading import report_and_drop
 
 __all__ = [

@@ -187,6 +187,8 @@ class CompensationProbes(SyncProbes):
             return max(int(t) for name, t in stats.items() if name.endswith("averages_refreshes"))
 
         counts = [refreshes()]
+        if then == "wake_up":  # vLLM wakes nobody who is not asleep
+            self.llm.sleep(level=1)
         self.llm.collective_rpc(load_raw, args=(path,))
         counts.append(refreshes())
         for _ in range(2):

@@ -23,7 +23,7 @@ SPLICE = {
     **{f"splice_count_{kind}": 16 for kind in ("w13", "w2", "linear")},
 }
 FOURSIGHT = {**SPLICE, "method": "foursight", "targets": "auto"}
-SMALL_STEPS = {"max_num_batched_tokens": 56, "max_num_seqs": 16}  # cuts prompts into chunks
+SMALL_STEPS = {"max_num_batched_tokens": 120, "max_num_seqs": 40}  # cuts prompts into chunks
 OTHERS = 1000
 
 
@@ -138,7 +138,7 @@ def test_statistics_equal_the_rows_that_were_served(spliced):
     padded = [rows - real for real, rows in result["forwards"]]
     assert max(padded) > 0 and min(padded) == 0, "padding was not exercised"
     assert {rows % 8 for _, rows in result["forwards"]} == {0}
-    assert max(real for real, _ in result["forwards"]) == 56, "no prompt was cut"
+    assert max(real for real, _ in result["forwards"]) == 120, "no prompt was cut"
 
 
 def test_planted_channels_are_found(spliced, hot):
@@ -235,16 +235,17 @@ def test_calibration_runs_twice_for_splice_and_rac(spliced):
 
 
 def test_compiled(engine, arith_moe, sequences):
-    """Dynamo, Inductor and a prefix cache, which a changed selection resets."""
-    options = {"targets": "all", "sampling_rate": 1, "min_tokens": 8}
+    """Dynamo, Inductor, a prefix cache, which a changed selection resets, and unequal ratios."""
+    options = {"targets": "all", "sampling_rate": 1, "min_tokens": 8, "adaptive": True}
     probes = [
         ("counted", "counted", [sequences[:31]]),
         ("cached, refresh", "prefix_cache", [sequences[30], "refresh"]),
+        ("lists", "lists", []),
         ("cached, nothing", "prefix_cache", [sequences[30], "nothing"]),
         ("buffers", "buffers", []),
     ]
     found = engine(
-        arith_moe, options, probes, enforce_eager=False, enable_prefix_caching=True, block_size=16
+        arith_moe, options, probes, enforce_eager=False, enable_prefix_caching=True, block_size=32
     )
     (result,) = found["counted"]
     check_counts(result, hidden_sites=12, expert_sites=4)
@@ -253,6 +254,9 @@ def test_compiled(engine, arith_moe, sequences):
     second, third = found["cached, nothing"]
     assert second == third > 0
     assert "method quads, act nvfp4, targets all" in found["log"]
+    (lists,) = found["lists"]
+    blocks = [sum(b >= 0 for b in what["blocks"][0]) for s, what in lists.items() if ".w13" in s]
+    assert sum(blocks) == 4 * 8 and len(set(blocks)) > 1, f"{blocks=}: adaptive, in total a half"
 
 
 @pytest.fixture(scope="module")

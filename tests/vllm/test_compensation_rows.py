@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quads_common.compensation.layers import RealRows, Runtime
 from quads_common.options import QuadsOptions
 from quads_common.placement import ModelFacts
 from vllm_quads import compensation
 from vllm_quads.calibrate import read_prompts
-from vllm_quads.compensation import RealRows, Runtime, rows_unknown
+from vllm_quads.compensation import rows_unknown
 from vllm_quads.metrics import MetricsFile
 from vllm_quads.prefix_cache import SelectionsDifferError, reset_if_changed
 
