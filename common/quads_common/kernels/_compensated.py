@@ -63,8 +63,8 @@ def compensate_rows_kernel(
     """Activation, then ``operands.compensated_operands`` and ``fold`` of rows. Grid: (row tiles,).
 
     x: [rows, WIDTH] (2 * WIDTH if gated). block_mask: [lists, WIDTH / 16] bytes, with RAC.
-    channels: [lists, CHANNELS] int32, -1 for none; 0 CHANNELS are no splice. The list of a row is
-    its expert's if there are MANY, else the first. global: [rows] float32.
+    channels: [lists, CHANNELS] int32, -1 for none; 0 CHANNELS are no splice, else ROWS is 1. The
+    list of a row is its expert's if there are MANY, else the first. global: [rows] float32.
 
     operand: [rows, PARTS, 8, PLANE], 16-bit. Part 0 is code * block scale, to which FOLD_RESIDUAL
     adds alpha times that of the residual; else the residual is part 1. HOT, where hot values go:
@@ -83,14 +83,15 @@ def compensate_rows_kernel(
     block = tl.arange(0, BLOCKS)
     column = block[:, None] * 16 + tl.arange(0, 16)[None, :]
     inside = row_inside[:, None] & (block * 16 < WIDTH)[None, :]
+    number = tl.max(expert, 0) if MANY_LISTS else tl.full((), 0, tl.int64)
     x = load_rows(
         x_ptr, factor_ptr, stride_row, row, column[None, :, :], inside[:, :, None], WIDTH, limit,
         act_alpha, beta, ACTIVATION, HAS_LIMIT, HAS_FACTOR,
     )  # fmt: skip
     cold = x
     if CHANNELS > 0:
-        lists = expert if MANY_LISTS else expert * 0
-        hot = hot_channels(channels_ptr, lists, block, CHANNELS, ROWS, BLOCKS)
+        tl.static_assert(ROWS == 1)
+        hot = hot_channels(channels_ptr, number, block, CHANNELS, BLOCKS)
         cold = tl.where(hot, 0.0, x)
     amax = tl.max(tl.max(magnitude_bits(cold), 2), 1)
     bad = amax >= INFINITY
@@ -136,9 +137,7 @@ def compensate_rows_kernel(
     elif HOT == "list":
         place = tl.arange(0, SLOTS)[None, :]
         slot_inside = row_inside[:, None] & (place < CHANNELS)
-        channel = tl.load(
-            channels_ptr + lists[:, None] * CHANNELS + place, mask=slot_inside, other=-1
-        )
+        channel = tl.load(channels_ptr + number * CHANNELS + place, mask=slot_inside, other=-1)
         # From memory again: moving them between the threads that hold the row takes far longer.
         hot_value = load_rows(
             x_ptr, factor_ptr, stride_row, row, channel[:, :, None], (channel >= 0)[:, :, None],

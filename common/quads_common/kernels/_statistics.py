@@ -124,7 +124,7 @@ def add_rows(
     """
     width_blocks: tl.constexpr = WIDTH // 16
     tiles: tl.constexpr = (width_blocks + BLOCKS - 1) // BLOCKS
-    lists = tl.full((1,), 0, tl.int64) + (group if MANY else 0)
+    number = group if MANY else tl.full((), 0, tl.int64)
     before = tl.load(count_ptr + group)
     after = before
     for tile in range(tiles):
@@ -144,7 +144,7 @@ def add_rows(
             energy = tl.load(energy_ptr + channel, mask=inside[:, :, None], other=0.0)
         hot = inside[:, :, None]
         if CHANNELS > 0:
-            hot = hot_channels(channels_ptr, lists, block, CHANNELS, 1, BLOCKS)
+            hot = hot_channels(channels_ptr, number, block, CHANNELS, BLOCKS)
         after = before
         chosen = tl.min(slot, 0)
         while chosen < NO_SLOT:
@@ -161,8 +161,8 @@ def add_rows(
                     cold_amax = tl.max(tl.max(tl.where(hot, 0, bits), 2), 1)
             else:
                 plain_amax, cold_amax = row_maxima(
-                    row, lists, x_ptr, factor_ptr, channels_ptr, stride_row, limit, act_alpha, beta,
-                    WIDTH, ACTIVATION, HAS_LIMIT, HAS_FACTOR, CHANNELS, BLOCKS,
+                    row, number, x_ptr, factor_ptr, channels_ptr, stride_row, limit, act_alpha,
+                    beta, WIDTH, ACTIVATION, HAS_LIMIT, HAS_FACTOR, CHANNELS, BLOCKS,
                 )  # fmt: skip
             if tl.max(plain_amax, 0) < INFINITY:
                 after += 1.0
@@ -193,7 +193,7 @@ def add_rows(
 
 @triton.jit
 def row_maxima(
-    row, lists, x_ptr, factor_ptr, channels_ptr, stride_row, limit, act_alpha, beta,
+    row, number, x_ptr, factor_ptr, channels_ptr, stride_row, limit, act_alpha, beta,
     WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr,
     HAS_FACTOR: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -211,7 +211,7 @@ def row_maxima(
         bits = magnitude_bits(x)
         plain = tl.maximum(plain, tl.max(tl.max(bits, 2), 1))
         if CHANNELS > 0:
-            hot = hot_channels(channels_ptr, lists, block, CHANNELS, 1, BLOCKS)
+            hot = hot_channels(channels_ptr, number, block, CHANNELS, BLOCKS)
             bits = tl.where(hot, 0, bits)
         cold = tl.maximum(cold, tl.max(tl.max(bits, 2), 1))
     return plain, cold

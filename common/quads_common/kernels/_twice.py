@@ -12,24 +12,20 @@ from quads_common.kernels._coding import decode_e4m3, quantize_blocks
 
 
 @triton.jit
-def hot_channels(
-    channels_ptr, lists, block, CHANNELS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr
-):  # fmt: skip
-    """Which channels of the given blocks are hot: bool [ROWS, BLOCKS, 16].
+def hot_channels(channels_ptr, number, block, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Which channels of the given blocks are hot: bool [1, BLOCKS, 16].
 
-    channels: [.., CHANNELS] int32 distinct ids in any order, -1 for none. lists: [ROWS] int64, the
-    list of each row. block: [BLOCKS] int32.
+    channels: [.., CHANNELS] int32 distinct ids in any order, -1 for none. number: scalar, that of
+    the list. block: [BLOCKS] int32.
     """
-    bits = tl.zeros((ROWS, BLOCKS), tl.int32)
-    for start in range(0, CHANNELS, 16):
-        place = start + tl.arange(0, 16)[None, :]
-        channel = tl.load(
-            channels_ptr + lists[:, None] * CHANNELS + place, mask=place < CHANNELS, other=-1
-        )
-        mine = (channel >> 4)[:, None, :] == block[None, :, None]
+    # An entry at a time, each thread for its own blocks: nothing moves between threads, and the
+    # loads are independent of each other.
+    bits = tl.zeros((BLOCKS,), tl.int32)
+    for i in tl.static_range(CHANNELS):
+        channel = tl.load(channels_ptr + number * CHANNELS + i)
         bit = tl.full((), 1, tl.int32) << (channel & 15)
-        bits += tl.sum(tl.where(mine, bit[:, None, :], 0), 2)
-    return ((bits[:, :, None] >> tl.arange(0, 16)[None, None, :]) & 1) != 0
+        bits = bits | tl.where((channel >> 4) == block, bit, 0)
+    return ((bits[None, :, None] >> tl.arange(0, 16)[None, None, :]) & 1) != 0
 
 
 @triton.jit

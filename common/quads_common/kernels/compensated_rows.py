@@ -150,13 +150,14 @@ def _launch(
     hot: torch.Tensor | None,
     codes: list[QuantizedTensor],
 ) -> None:
+    mask, channels = compensation.block_mask, compensation.channels
+    slots = 0 if channels is None else channels.shape[1]
     blocks = max(16, triton.next_power_of_2(width // BLOCK_SIZE))
-    tile_rows = max(1, 64 // blocks)
+    # A hot channel's row is alone: its list is read entry by entry.
+    tile_rows = 1 if slots else max(1, 64 // blocks)
     warps = min(16, max(1, blocks * tile_rows // 32))
     limit = activation.limit if activation is not None else None
     act_alpha, beta = (activation.alpha, activation.beta) if activation else (0.0, 0.0)
-    mask, channels = compensation.block_mask, compensation.channels
-    slots = 0 if channels is None else channels.shape[1]
     hot_form = "none"
     if slots:
         hot_form = "list" if hot is not None else "part" if exact else "fold"

@@ -113,6 +113,7 @@ class Beside:
 
     def __init__(self, device: torch.device) -> None:
         self.side: torch.cuda.Stream | None = None
+        self.used = False
         if device.type == "cuda":
             self.main = torch.cuda.current_stream(device)
             self.side = _second_stream(device, self.main.cuda_stream)
@@ -122,13 +123,14 @@ class Beside:
         if self.side is None:
             launch()
             return
+        self.used = True
         self.side.wait_stream(self.main)
         with torch.cuda.stream(self.side):
             launch()
 
     def join(self) -> None:
         """What the current stream launches from now on comes after all of it."""
-        if self.side is not None:
+        if self.side is not None and self.used:
             self.main.wait_stream(self.side)
 
 
