@@ -53,7 +53,7 @@ def cases(shapes: dict, quick: bool) -> dict[str, Case]:
         return {
             "w13": Case(hidden, channels=16),
             "no mask, every row": Case(48, mask=False, period=1, calls=(3, 2), alpha=0.5),
-            "several tiles": Case(1040, channels=16, period=2, calls=(4, 2)),
+            "several tiles": Case(1040, channels=16, period=2, calls=(9, 5)),
             "w2": Case(inner, experts, channels=5, per_channel=True, activation=Activation()),
             "factor, fp32": Case(32, factor=True, dtype=torch.float32, period=1, calls=(7,)),
             "expert map": Case(16, experts, mapped=True, dtype=torch.float16, calls=(12,)),
