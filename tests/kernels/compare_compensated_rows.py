@@ -25,7 +25,7 @@ from quads_common.packing import unscaled_values
 from quads_common.quantize import activation_global_scale_inv, quantize_blocks
 from tests.kernels.compare_gemm import random_ids
 from tests.kernels.compare_quantize import natural, same
-from tests.kernels.compensated_cases import PRESETS, hot_rows, moved
+from tests.kernels.compensated_cases import PRESETS, enlarge_hot, hot_rows, moved
 from tests.kernels.exact import random_rows
 
 Check = tuple[str, bool, str]
@@ -40,8 +40,10 @@ def operands(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
             if dtype != torch.bfloat16 and (preset.columns or (quick and preset.alpha == 1)):
                 continue
             x = hot_rows(5 if quick else 256, hidden, generator, dtype)
-            x[-1, 7] = torch.nan
             lists = preset.lists(hidden, 1, 4, "cpu")
+            if lists.channels is not None:
+                enlarge_hot(x, lists.channels, torch.zeros(len(x), dtype=torch.int64))
+            x[-1, 7] = torch.nan
             if preset.channels and len(x) > 4:
                 x[4, lists.channels[0, 0]] = torch.inf
             yield from one_operand(f"operands {name} {dtype}", x, lists, device)

@@ -60,6 +60,18 @@ def hot_rows(rows: int, width: int, generator: torch.Generator, dtype: torch.dty
     return x.to(dtype)
 
 
+def enlarge_hot(x: torch.Tensor, lists: torch.Tensor, of_row: torch.Tensor) -> None:
+    """Make the hot channels of a row 1 to 1e28 times as large, so that the folded form shifts them.
+
+    lists: [L, C], of_row: [rows] the list of each row.
+    """
+    largest = 1e4 if x.dtype == torch.float16 else 1e30
+    for row, channels in enumerate(lists[of_row]):
+        hot = channels[channels >= 0].long()
+        value = x[row, hot].float() * 10.0 ** (4 * (row % 8))
+        x[row, hot] = value.clamp(-largest, largest).to(x.dtype)
+
+
 def moved(lists: InputCompensation, device: str) -> InputCompensation:
     tensors = (lists.block_mask, lists.channels, lists.columns)
     return InputCompensation(*(t if t is None else t.to(device) for t in tensors), lists.alpha)

@@ -13,6 +13,7 @@ from quads_common.kernels import _compensated, _compensated_gemm, _statistics
 from quads_common.kernels.compensated_gemm import exact_config
 from quads_common.kernels.gemm import linear_config
 from quads_common.kernels.moe import moe_config
+from quads_common.kernels.statistics import CHUNK, ROW_BLOCKS, TILE_BLOCKS, WARPS
 from tests.kernels.offline import compile_kernel
 
 CAPABILITIES = [80, 89, 90]
@@ -25,15 +26,19 @@ ROWS = {"stride_row": "i32", "HAS_IDS": True, "HAS_MAP": False, "HAS_FACTOR": Fa
 @functools.cache
 def rows(capability, activation, width, rac, hot, exact):
     blocks = 128 if width > 1024 else 64
+    bits = activation != "none"  # the first input's list is one, the second's are many
     arguments = {
         "x_ptr": "*bf16", "factor_ptr": "*fp32", "block_mask_ptr": "*u8", "channels_ptr": "*i32",
+        "bits_ptr": "*i32", "next_channels_ptr": "*i32", "next_bits_ptr": "*i32",
         "operand_ptr": "*fp16", "global_ptr": "*fp32", "hot_ptr": "*bf16", "packed_ptr": "*u8",
         "scale_ptr": "*u8", "residual_packed_ptr": "*u8", "residual_scale_ptr": "*u8", **TABLES,
-        **ACTIVATION, **ROWS, "num_experts": "i32", "rows": "i32", "alpha": "fp32", "WIDTH": width,
-        "PLANE": -(-width // 256) * 32, "PARTS": 1 + (exact and rac) + (hot == "part"),
-        "ACTIVATION": activation, "RAC": rac, "CHANNELS": 0 if hot == "none" else 64,
-        "MANY_MASKS": True, "MANY_LISTS": True, "FOLD_RESIDUAL": not exact, "HOT": hot,
-        "SLOTS": 64, "PACKED": exact, "ROWS": 1, "BLOCKS": blocks,
+        **ACTIVATION, **ROWS, "num_experts": "i32", "rows": "i32", "next_lists": "i32",
+        "alpha": "fp32", "WIDTH": width, "PLANE": -(-width // 256) * 32,
+        "PARTS": 1 + (exact and rac) + (hot == "part"), "ACTIVATION": activation, "RAC": rac,
+        "CHANNELS": 0 if hot == "none" else 64, "MANY_MASKS": True, "MANY_LISTS": bits,
+        "HAS_BITS": bits, "NEXT_CHANNELS": 0 if bits else 32, "NEXT_WIDTH": 768,
+        "FOLD_RESIDUAL": not exact, "HOT": hot, "SLOTS": 64, "PACKED": exact, "ROWS": 1,
+        "BLOCKS": blocks,
     }  # fmt: skip
     return compile_kernel(
         _compensated.compensate_rows_kernel, arguments, capability, num_warps=blocks // 32
@@ -41,18 +46,17 @@ def rows(capability, activation, width, rac, hot, exact):
 
 
 @functools.cache
-def observed(capability, activation, width, channels, per_channel):
+def observed(capability, activation, width, splice, per_channel):
     names = ("count", "mean", "m2", "plain", "served", "left", "underflow", "energy")
-    blocks = 128 if width > 1024 else 64
     arguments = {
-        "x_ptr": "*bf16", "factor_ptr": "*fp32", "mask_ptr": "*u8", "channels_ptr": "*i32",
+        "x_ptr": "*bf16", "factor_ptr": "*fp32", "mask_ptr": "*u8", "bits_ptr": "*i32",
         **{f"{name}_ptr": "*fp64" for name in names}, "offered_ptr": "*i64", "enabled_ptr": "*u8",
         **TABLES, **ACTIVATION, **ROWS, "tokens": "i32", "groups": "i32", "alpha": "fp32",
         "WIDTH": width, "PERIOD": 64, "TOP_K": 8, "ACTIVATION": activation, "HAS_MASK": True,
-        "CHANNELS": channels, "MANY": True, "PER_CHANNEL": per_channel, "CHUNK": 256, "SLOTS": 8,
-        "BLOCKS": blocks,
+        "SPLICE": splice, "MANY": True, "PER_CHANNEL": per_channel, "CHUNK": CHUNK, "SLOTS": 8,
+        "BLOCKS": TILE_BLOCKS, "ROW_BLOCKS": ROW_BLOCKS,
     }  # fmt: skip
-    return compile_kernel(_statistics.observe_kernel, arguments, capability, num_warps=8)
+    return compile_kernel(_statistics.observe_kernel, arguments, capability, num_warps=WARPS)
 
 
 @functools.cache
@@ -97,15 +101,19 @@ def test_quantizers_contract_nothing(form, capability):
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
-    "form", [("none", 2048, 64, False), ("silu", 768, 32, True), ("none", 12288, 0, False)], ids=str
+    "form",
+    [("none", 2048, True, False), ("silu", 768, True, True), ("none", 12288, False, False)],
+    ids=str,
 )
 def test_statistics_contract_nothing(form, capability):
     compiled = observed(capability, *form)
     assert not contracted(compiled)
     assert "fma.rn.f64" not in compiled.ptx
     assert compiled.stack <= STACK[capability]
-    # Integers only: no sum depends on the order in which programs come.
-    assert set(re.findall(r"\batom\.\S+", compiled.ptx)) == {"atom.global.gpu.acq_rel.add.u64"}
+    # Two atomics, which count programs exactly: no sum depends on the order in which those come.
+    atomics = re.findall(r"\batom\.\S+", compiled.ptx)
+    assert sorted(atomics) == [f"atom.global.gpu.acq_rel.add.{kind}" for kind in ("f64", "u64")]
+    assert compiled.shared <= 8 * 1024  # finds room beside a GEMM
 
 
 TILES = {(linear_config(rows), 2048) for rows in (1, 20, 500)}

@@ -4,7 +4,7 @@ Per row, with g its global scale and k the smallest power-of-two shift that keep
 range (0 without splice, and where no hot channel of the row is finite and not 0)::
 
     a = fp16(2^-k * (q + alpha * q_r))     cold channels
-    a = fp16(2^-k * x_hot / g)             hot channels
+    a = fp16(2^-k * x_hot * fl32(1 / g))   hot channels
     y = (a @ W.T) * ((g * 2^k) * s_w)      # W = code * block_scale, exact in float16
 
 So any RAC ratio costs no additional products. Each element is off by at most 2^-11 of itself, or
@@ -33,7 +33,7 @@ _LARGEST_EXPONENT = 15
 # 2^-k stays a normal float32; a hot channel 2^141 times as large as g becomes infinite.
 _LARGEST_SHIFT = 126
 _ROUNDING = 2.0**-11  # float16, relative, half an ulp
-_DOUBLE_ROUNDING = 2.0**-22  # hot values: float32 first
+_DOUBLE_ROUNDING = 2.0**-22  # hot values: the reciprocal and the product in float32 first
 _SUBNORMAL_ROUNDING = 2.0**-25
 
 
@@ -58,7 +58,7 @@ def fold(operands: Operands) -> FoldedOperand:
     shift = torch.frexp(largest).exponent - torch.frexp(scale).exponent + 1 - _LARGEST_EXPONENT
     counts = largest.isfinite() & (largest > 0)
     shift = torch.where(counts, shift.clamp(0, _LARGEST_SHIFT), 0)
-    hot = (operands.hot * _power_of_two(-shift)) / scale
+    hot = (operands.hot * _power_of_two(-shift)) * (1.0 / scale)
     values = values * _power_of_two(-shift)
     width = values.shape[1]
     places = torch.where(operands.channels < 0, width, operands.channels).long()

@@ -13,6 +13,8 @@ from quads_common.kernels._twice import hot_channels, quantize_twice
 # ``offered`` counts rows in its low 48 bits. While a kernel runs the others count the programs that
 # have read it: the last one advances it, when nobody needs the old value any more.
 TICKET = tl.constexpr(1 << 48)
+# So does ``count`` with its fraction, for the tiles of a group: exact in float64 below 2^33 rows.
+COUNT_TICKET = tl.constexpr(2.0**-20)
 # Odd constants of ``compensation.sampling``.
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
 MIX = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
@@ -55,32 +57,37 @@ def row_energies(
 
 @triton.jit(do_not_specialize=["tokens", "map_size", "groups"])
 def observe_kernel(
-    x_ptr, factor_ptr, mask_ptr, ids_ptr, map_ptr, channels_ptr,
+    x_ptr, factor_ptr, mask_ptr, ids_ptr, map_ptr, bits_ptr,
     count_ptr, mean_ptr, m2_ptr, plain_ptr, served_ptr, left_ptr, underflow_ptr, energy_ptr,
     offered_ptr, enabled_ptr, tokens, map_size, groups,
     stride_row, limit, act_alpha, beta, alpha,
     WIDTH: tl.constexpr, PERIOD: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_IDS: tl.constexpr, HAS_MAP: tl.constexpr, CHANNELS: tl.constexpr, MANY: tl.constexpr,
+    HAS_IDS: tl.constexpr, HAS_MAP: tl.constexpr, SPLICE: tl.constexpr, MANY: tl.constexpr,
     PER_CHANNEL: tl.constexpr, CHUNK: tl.constexpr, SLOTS: tl.constexpr, BLOCKS: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Count one of PERIOD real tokens of a forward. Grid: (groups,).
+    """Count one of PERIOD real tokens of a forward. Grid: (groups, tiles of BLOCKS blocks).
 
     x: [tokens * TOP_K, WIDTH] (2 * WIDTH if gated), any model dtype. mask: [tokens] bytes. ids:
-    [tokens, TOP_K]; without them there is one group. channels: [MANY ? groups : 1, CHANNELS].
-    count and what follows: the buffers of ``ChannelStatistics``, float64, offered int64. Nothing is
-    touched while ``enabled`` (a byte) is 0.
+    [tokens, TOP_K]; without them there is one group. bits: [MANY ? groups : 1, WIDTH / 16] int32,
+    ``_twice.list_bits`` of the hot channels, with SPLICE. count and what follows: the buffers of
+    ``ChannelStatistics``, float64, offered int64. Nothing is touched while ``enabled`` is 0.
 
-    Each group has one program, which adds its rows in the order of their slots one by one
-    (Welford), so results do not depend on the schedule. SLOTS: TOP_K as a power of two.
+    A tile of a group has one program, which adds the group's rows in the order of their slots, one
+    by one (Welford), so results do not depend on the schedule. SLOTS: TOP_K as a power of two.
     """
     if tl.load(enabled_ptr) == 0:
         return
     group = tl.program_id(0)
+    tile = tl.program_id(1)
     old = tl.atomic_add(offered_ptr, TICKET)
+    before = tl.atomic_add(count_ptr + group, COUNT_TICKET)
     offered = old & (TICKET - 1)
     first_window = offered // PERIOD
     phase = (offered - first_window * PERIOD).to(tl.int32)
+    rows = before.to(tl.int64).to(tl.float64)
+    ticket = before - rows
     real = 0
     for start in range(0, tokens, CHUNK):
         token = start + tl.arange(0, CHUNK)
@@ -100,118 +107,109 @@ def observe_kernel(
             mine = local_expert(ids, map_ptr, map_size, groups, HAS_MAP) == group
         slot = tl.ravel(tl.where(mine, slot, NO_SLOT))
         if tl.min(slot, 0) < NO_SLOT:
-            add_rows(
-                slot, group.to(tl.int64), x_ptr, factor_ptr, channels_ptr, count_ptr, mean_ptr,
-                m2_ptr, plain_ptr, served_ptr, left_ptr, underflow_ptr, energy_ptr, stride_row,
-                limit, act_alpha, beta, alpha, WIDTH, ACTIVATION, HAS_LIMIT, HAS_FACTOR, CHANNELS,
-                MANY, PER_CHANNEL, BLOCKS,
+            rows = add_rows(
+                slot, group.to(tl.int64), tile, rows, x_ptr, factor_ptr, bits_ptr, mean_ptr, m2_ptr,
+                plain_ptr, served_ptr, left_ptr, underflow_ptr, energy_ptr, stride_row, limit,
+                act_alpha, beta, alpha, WIDTH, ACTIVATION, HAS_LIMIT, HAS_FACTOR, SPLICE, MANY,
+                PER_CHANNEL, BLOCKS, ROW_BLOCKS,
             )  # fmt: skip
-    if (old >> 48) == tl.num_programs(0) - 1:
+    if ticket == (tl.num_programs(1) - 1) * COUNT_TICKET:
+        tl.store(count_ptr + group, rows)
+    if (old >> 48) == tl.num_programs(0) * tl.num_programs(1) - 1:
         tl.store(offered_ptr, offered + real)
 
 
 @triton.jit
 def add_rows(
-    slot, group, x_ptr, factor_ptr, channels_ptr, count_ptr, mean_ptr, m2_ptr, plain_ptr,
-    served_ptr, left_ptr, underflow_ptr, energy_ptr, stride_row, limit, act_alpha, beta, alpha,
+    slot, group, tile, rows, x_ptr, factor_ptr, bits_ptr, mean_ptr, m2_ptr, plain_ptr, served_ptr,
+    left_ptr, underflow_ptr, energy_ptr, stride_row, limit, act_alpha, beta, alpha,
     WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    HAS_FACTOR: tl.constexpr, CHANNELS: tl.constexpr, MANY: tl.constexpr,
-    PER_CHANNEL: tl.constexpr, BLOCKS: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, SPLICE: tl.constexpr, MANY: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, BLOCKS: tl.constexpr, ROW_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Add the rows whose numbers stand in ``slot`` [n] int32 (NO_SLOT: none), in ascending order.
 
-    A row with NaN or Inf is left out. The tiles of BLOCKS blocks come one after the other.
+    rows: counted before, float64. Returns those counted then: a row with NaN or Inf is left out.
     """
     width_blocks: tl.constexpr = WIDTH // 16
-    tiles: tl.constexpr = (width_blocks + BLOCKS - 1) // BLOCKS
-    lists = tl.full((1,), 0, tl.int64) + (group if MANY else 0)
-    before = tl.load(count_ptr + group)
-    after = before
-    for tile in range(tiles):
-        block = tile * BLOCKS + tl.arange(0, BLOCKS)
-        column = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        inside = (block < width_blocks)[None, :]
-        channel = (group * WIDTH + column)[None, :, :]
-        at = (group * width_blocks + block)[None, :]
-        mean = tl.load(mean_ptr + channel, mask=inside[:, :, None], other=0.0)
-        m2 = tl.load(m2_ptr + channel, mask=inside[:, :, None], other=0.0)
-        plain = tl.load(plain_ptr + at, mask=inside, other=0.0)
-        served = tl.load(served_ptr + at, mask=inside, other=0.0)
-        left = tl.load(left_ptr + at, mask=inside, other=0.0)
-        underflows = tl.load(underflow_ptr + at, mask=inside, other=0.0)
-        energy = mean
-        if PER_CHANNEL:
-            energy = tl.load(energy_ptr + channel, mask=inside[:, :, None], other=0.0)
-        hot = inside[:, :, None]
-        if CHANNELS > 0:
-            hot = hot_channels(channels_ptr, lists, block, CHANNELS, 1, BLOCKS)
-        after = before
-        chosen = tl.min(slot, 0)
-        while chosen < NO_SLOT:
-            row = tl.full((1,), 0, tl.int64) + chosen
-            x = load_rows(
-                x_ptr, factor_ptr, stride_row, row, column[None, :, :], inside[:, :, None], WIDTH,
-                limit, act_alpha, beta, ACTIVATION, HAS_LIMIT, HAS_FACTOR,
-            )  # fmt: skip
-            if tiles == 1:
-                bits = magnitude_bits(x)
-                plain_amax = tl.max(tl.max(bits, 2), 1)
-                cold_amax = plain_amax
-                if CHANNELS > 0:
-                    cold_amax = tl.max(tl.max(tl.where(hot, 0, bits), 2), 1)
-            else:
-                plain_amax, cold_amax = row_maxima(
-                    row, lists, x_ptr, factor_ptr, channels_ptr, stride_row, limit, act_alpha, beta,
-                    WIDTH, ACTIVATION, HAS_LIMIT, HAS_FACTOR, CHANNELS, BLOCKS,
-                )  # fmt: skip
-            if tl.max(plain_amax, 0) < INFINITY:
-                after += 1.0
-                value = x.to(tl.float64)
-                delta = value - mean
-                mean += delta * (1.0 / after)
-                m2 += delta * (value - mean)
-                squares, one, two, three, underflow = row_energies(
-                    x, hot, cold_amax, plain_amax, alpha, CHANNELS > 0
-                )
-                plain += one
-                served += two
-                left += three
-                underflows += underflow.to(tl.float64)
-                if PER_CHANNEL:
-                    energy += squares
-            chosen = tl.min(tl.where(slot > chosen, slot, NO_SLOT), 0)
-        tl.store(mean_ptr + channel, mean, mask=inside[:, :, None])
-        tl.store(m2_ptr + channel, m2, mask=inside[:, :, None])
-        tl.store(plain_ptr + at, plain, mask=inside)
-        tl.store(served_ptr + at, served, mask=inside)
-        tl.store(left_ptr + at, left, mask=inside)
-        tl.store(underflow_ptr + at, underflows, mask=inside)
-        if PER_CHANNEL:
-            tl.store(energy_ptr + channel, energy, mask=inside[:, :, None])
-    tl.store(count_ptr + group, after)
+    bits_ptr += (group if MANY else 0) * width_blocks
+    block = tile * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    inside = (block < width_blocks)[None, :]
+    channel = (group * WIDTH + column)[None, :, :]
+    at = (group * width_blocks + block)[None, :]
+    mean = tl.load(mean_ptr + channel, mask=inside[:, :, None], other=0.0)
+    m2 = tl.load(m2_ptr + channel, mask=inside[:, :, None], other=0.0)
+    plain = tl.load(plain_ptr + at, mask=inside, other=0.0)
+    served = tl.load(served_ptr + at, mask=inside, other=0.0)
+    left = tl.load(left_ptr + at, mask=inside, other=0.0)
+    underflows = tl.load(underflow_ptr + at, mask=inside, other=0.0)
+    energy = mean
+    if PER_CHANNEL:
+        energy = tl.load(energy_ptr + channel, mask=inside[:, :, None], other=0.0)
+    hot = inside[:, :, None]
+    if SPLICE:
+        bits = tl.load(bits_ptr + block[None, :], mask=inside, other=0)
+        hot = hot_channels(bits)
+    chosen = tl.min(slot, 0)
+    while chosen < NO_SLOT:
+        row = tl.full((1,), 0, tl.int64) + chosen
+        x = load_rows(
+            x_ptr, factor_ptr, stride_row, row, column[None, :, :], inside[:, :, None], WIDTH,
+            limit, act_alpha, beta, ACTIVATION, HAS_LIMIT, HAS_FACTOR,
+        )  # fmt: skip
+        plain_amax, cold_amax = row_maxima(
+            row, x_ptr, factor_ptr, bits_ptr, stride_row, limit, act_alpha, beta,
+            WIDTH, ACTIVATION, HAS_LIMIT, HAS_FACTOR, SPLICE, ROW_BLOCKS,
+        )  # fmt: skip
+        if tl.max(plain_amax, 0) < INFINITY:
+            rows += 1.0
+            value = x.to(tl.float64)
+            delta = value - mean
+            mean += delta * (1.0 / rows)
+            m2 += delta * (value - mean)
+            squares, one, two, three, underflow = row_energies(
+                x, hot, cold_amax, plain_amax, alpha, SPLICE
+            )
+            plain += one
+            served += two
+            left += three
+            underflows += underflow.to(tl.float64)
+            if PER_CHANNEL:
+                energy += squares
+        chosen = tl.min(tl.where(slot > chosen, slot, NO_SLOT), 0)
+    tl.store(mean_ptr + channel, mean, mask=inside[:, :, None])
+    tl.store(m2_ptr + channel, m2, mask=inside[:, :, None])
+    tl.store(plain_ptr + at, plain, mask=inside)
+    tl.store(served_ptr + at, served, mask=inside)
+    tl.store(left_ptr + at, left, mask=inside)
+    tl.store(underflow_ptr + at, underflows, mask=inside)
+    if PER_CHANNEL:
+        tl.store(energy_ptr + channel, energy, mask=inside[:, :, None])
+    return rows
 
 
 @triton.jit
 def row_maxima(
-    row, lists, x_ptr, factor_ptr, channels_ptr, stride_row, limit, act_alpha, beta,
+    row, x_ptr, factor_ptr, bits_ptr, stride_row, limit, act_alpha, beta,
     WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    HAS_FACTOR: tl.constexpr, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, SPLICE: tl.constexpr, ROW_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the largest |x| of a row [1] that takes several tiles: of all, of cold channels."""
+    """Bits of the largest |x| of a row [1]: of all channels, and of those that are not hot."""
     plain = tl.zeros((1,), tl.int32)
     cold = tl.zeros((1,), tl.int32)
-    for start in range(0, WIDTH // 16, BLOCKS):
-        block = start + tl.arange(0, BLOCKS)
+    for start in range(0, WIDTH // 16, ROW_BLOCKS):
+        block = start + tl.arange(0, ROW_BLOCKS)
         column = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        inside = (block < WIDTH // 16)[None, :, None]
+        inside = (block < WIDTH // 16)[None, :]
         x = load_rows(
-            x_ptr, factor_ptr, stride_row, row, column[None, :, :], inside, WIDTH, limit, act_alpha,
-            beta, ACTIVATION, HAS_LIMIT, HAS_FACTOR,
+            x_ptr, factor_ptr, stride_row, row, column[None, :, :], inside[:, :, None], WIDTH,
+            limit, act_alpha, beta, ACTIVATION, HAS_LIMIT, HAS_FACTOR,
         )  # fmt: skip
         bits = magnitude_bits(x)
         plain = tl.maximum(plain, tl.max(tl.max(bits, 2), 1))
-        if CHANNELS > 0:
-            hot = hot_channels(channels_ptr, lists, block, CHANNELS, 1, BLOCKS)
+        if SPLICE:
+            hot = hot_channels(tl.load(bits_ptr + block[None, :], mask=inside, other=0))
             bits = tl.where(hot, 0, bits)
         cold = tl.maximum(cold, tl.max(tl.max(bits, 2), 1))
     return plain, cold

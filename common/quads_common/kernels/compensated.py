@@ -46,10 +46,6 @@ def linear_compensated_triton(
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x has K = {x.shape[-1]}, the weight has K = {weight.shape[-1]}")
     rows = x.reshape(-1, x.shape[-1])
-    aside = Beside(x.device)
-    if statistics is not None:
-        mask = None if row_mask is None else row_mask.reshape(-1)
-        aside.run(partial(observe_triton, statistics, rows, compensation, period, row_mask=mask))
     stacked = QuantizedTensor(
         weight.packed.unsqueeze(0), weight.block_scale.unsqueeze(0), weight.global_scale.reshape(1)
     )
@@ -62,8 +58,17 @@ def linear_compensated_triton(
     )
     y = x.new_empty((rows.shape[0], weight.shape[0]))
     config = form_config(config or linear_config(rows.shape[0]), lists, exact)
-    compensated_gemm(compensate_rows(rows, lists, exact=exact), lists, stacked, y, config=config,
-                     bias=bias)  # fmt: skip
+    quantized = compensate_rows(rows, lists, exact=exact)
+    aside = Beside(x.device)
+    if statistics is not None:
+        mask = None if row_mask is None else row_mask.reshape(-1)
+        aside.run(
+            partial(
+                observe_triton, statistics, rows, compensation, period, row_mask=mask,
+                hot_bits=quantized.hot_bits,
+            )
+        )  # fmt: skip
+    compensated_gemm(quantized, lists, stacked, y, config=config, bias=bias)
     aside.join()
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -102,17 +107,24 @@ def fused_moe_compensated_triton(
     first = form_config(config.gemm1, w13_input, exact)
     second = form_config(config.gemm2, w2_input, exact)
     table = make_table(routes, first.block_m)
-    aside = Beside(x.device)
-    observe_rows = partial(observe_triton, period=gathering.period, row_mask=gathering.row_mask)
-    if gathering.w13 is not None:
-        aside.run(partial(observe_rows, gathering.w13, x, w13_input, row_factor=row_factor))
-    rows = compensate_rows(x, w13_input, exact=exact, row_factor=row_factor)
+    following = None
+    if w2_input.channels is not None and w2_input.channels.shape[1]:
+        following = w2_input.channels, w2.shape[2]
+    rows = compensate_rows(x, w13_input, exact=exact, row_factor=row_factor, following=following)
+    first_bits, second_bits = rows.hot_bits, rows.next_bits
     y = x.new_empty((tokens * top_k, w13.shape[1]))
     compensated_gemm(rows, w13_input, w13, y, config=first, table=table, top_k=top_k, bias=w13_bias)
-    if gathering.w2 is not None:
-        experts = {"routes": routes, "activation": activation}
-        aside.run(partial(observe_rows, gathering.w2, y, w2_input, **experts))
-    rows = compensate_rows(y, w2_input, exact=exact, activation=activation, routes=routes)
+    aside = Beside(x.device)
+    if gathering.w13 is not None or gathering.w2 is not None:
+        aside.run(
+            partial(
+                _observe_both, gathering, x, y, w13_input, w2_input, routes, activation, row_factor,
+                first_bits, second_bits,
+            )
+        )  # fmt: skip
+    rows = compensate_rows(
+        y, w2_input, exact=exact, routes=routes, activation=activation, hot_bits=second_bits
+    )
     if second.block_m != table.block_m:
         table = make_table(routes, second.block_m)
     slots = torch.empty((tokens * top_k, x.shape[1]), dtype=torch.float32, device=x.device)
@@ -122,6 +134,31 @@ def fused_moe_compensated_triton(
     )  # fmt: skip
     aside.join()
     return sum_slots_triton(slots, routes, x.dtype)
+
+
+def _observe_both(
+    gathering: Gathering,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    w13_input: InputCompensation,
+    w2_input: InputCompensation,
+    routes: Routes,
+    activation: Activation,
+    row_factor: torch.Tensor | None,
+    first_bits: torch.Tensor | None,
+    second_bits: torch.Tensor | None,
+) -> None:
+    period, row_mask = gathering.period, gathering.row_mask
+    if gathering.w13 is not None:
+        observe_triton(
+            gathering.w13, x, w13_input, period, row_mask=row_mask, row_factor=row_factor,
+            hot_bits=first_bits,
+        )  # fmt: skip
+    if gathering.w2 is not None:
+        observe_triton(
+            gathering.w2, y, w2_input, period, row_mask=row_mask, routes=routes,
+            activation=activation, hot_bits=second_bits,
+        )  # fmt: skip
 
 
 def form_config(config: GemmConfig, lists: InputCompensation, exact: bool) -> GemmConfig:

@@ -14,9 +14,9 @@ from quads_common.compensation.operands import InputCompensation
 from quads_common.format import BLOCK_SIZE, QuantizedTensor, check_block_aligned
 from quads_common.kernels import _compensated
 from quads_common.kernels.route import Routes
-from quads_common.kernels.rows import MAX_WIDTH, PLANE_ALIGNMENT, Operand, check_dtype
+from quads_common.kernels.rows import MAX_WIDTH, PLANE_ALIGNMENT, Operand, check_dtype, row_warps
 
-__all__ = ["CompensatedRows", "Parts", "compensate_rows"]
+__all__ = ["CompensatedRows", "Parts", "compensate_rows", "list_bits"]
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,9 @@ class CompensatedRows:
     """What ``compensate_rows`` was asked for; the rest is None.
 
     operand: of the folded form. parts: of the exact form. hot: [rows, C] values of the hot channels
-    for BF16 columns, in x's dtype, 0 where the list has -1. quantized, residual: codes and scales;
-    of the residual 0 outside the selected blocks.
+        for BF16 columns, in x's dtype, 0 where the list has -1.
+    quantized, residual: codes and scales; of the residual 0 outside the selected blocks.
+    hot_bits: ``list_bits`` of the channels. next_bits: those of ``following``.
     """
 
     operand: Operand | None = None
@@ -50,6 +51,8 @@ class CompensatedRows:
     hot: torch.Tensor | None = None
     quantized: QuantizedTensor | None = None
     residual: QuantizedTensor | None = None
+    hot_bits: torch.Tensor | None = None
+    next_bits: torch.Tensor | None = None
 
 
 def compensate_rows(
@@ -61,11 +64,15 @@ def compensate_rows(
     activation: Activation | None = None,
     row_factor: torch.Tensor | None = None,
     routes: Routes | None = None,
+    hot_bits: torch.Tensor | None = None,
+    following: tuple[torch.Tensor, int] | None = None,
 ) -> CompensatedRows:
     """The operands of rows, with the lists of their experts (``routes``) or those of group 0.
 
     x, activation, row_factor, routes: as in ``rows.quantize_rows``. exact: the parts of two or
         three products instead of one folded operand. packed: codes and scales too.
+    hot_bits: ``list_bits`` of these lists, if they are there. following: channel lists and width of
+        a later input; the same launch makes its bits.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit; BF16 columns, or hot values in the
@@ -83,7 +90,8 @@ def compensate_rows(
     _check_lists(compensation, lists, width)
     x = x if x.stride(-1) == 1 else x.contiguous()
     rac = compensation.block_mask is not None
-    slots = 0 if compensation.channels is None else compensation.channels.shape[1]
+    channels = compensation.channels
+    slots = 0 if channels is None else channels.shape[1]
     spliced = slots > 0
     listed = spliced and compensation.columns is not None
     hot_part = spliced and exact and not listed
@@ -99,17 +107,37 @@ def compensate_rows(
     row_scale = x.new_empty((rows,), dtype=torch.float32)
     hot = x.new_empty((rows, slots)) if listed else None
     codes = [_new_codes(x, rows, width, row_scale) for _ in range(1 + rac)] if packed else []
+    # The kernel makes the bits of one list itself.
+    makes_bits = False
+    if channels is not None and slots and hot_bits is None:
+        makes_bits = channels.shape[0] == 1
+        if makes_bits:
+            hot_bits = x.new_empty((1, width // BLOCK_SIZE), dtype=torch.int32)
+        else:
+            hot_bits = list_bits(channels, width)
+    next_bits = None
+    if following is not None:
+        next_shape = (following[0].shape[0], following[1] // BLOCK_SIZE)
+        next_bits = x.new_empty(next_shape, dtype=torch.int32)
     if rows and width:
         _launch(
             x, compensation, exact, activation, row_factor, routes, width, values, row_scale, hot,
-            codes,
+            codes, hot_bits, makes_bits, following, next_bits,
         )  # fmt: skip
     quantized, residual = (*codes, None, None)[:2]
-    if exact:
-        parts = Parts(values, row_scale, width, rac, hot_part)
-        return CompensatedRows(None, parts, hot, quantized, residual)
-    operand = Operand(values.squeeze(1), row_scale, width)
-    return CompensatedRows(operand, None, hot, quantized, residual)
+    operand = None if exact else Operand(values.squeeze(1), row_scale, width)
+    parts = Parts(values, row_scale, width, rac, hot_part) if exact else None
+    return CompensatedRows(operand, parts, hot, quantized, residual, hot_bits, next_bits)
+
+
+def list_bits(channels: torch.Tensor, width: int) -> torch.Tensor:
+    """[L, K/16] int32 of channel lists [L, C]: the channels of each block as bits."""
+    bits = channels.new_empty((channels.shape[0], width // BLOCK_SIZE), dtype=torch.int32)
+    if bits.numel():
+        _compensated.list_bits_kernel[(channels.shape[0],)](
+            channels.contiguous(), bits, CHANNELS=channels.shape[1], WIDTH=width, num_warps=2
+        )
+    return bits
 
 
 def _check_lists(compensation: InputCompensation, lists: int, width: int) -> None:
@@ -149,10 +177,14 @@ def _launch(
     row_scale: torch.Tensor,
     hot: torch.Tensor | None,
     codes: list[QuantizedTensor],
+    hot_bits: torch.Tensor | None,
+    makes_bits: bool,
+    following: tuple[torch.Tensor, int] | None,
+    next_bits: torch.Tensor | None,
 ) -> None:
     blocks = max(16, triton.next_power_of_2(width // BLOCK_SIZE))
     tile_rows = max(1, 64 // blocks)
-    warps = min(16, max(1, blocks * tile_rows // 32))
+    tiles = triton.cdiv(x.shape[0], tile_rows)
     limit = activation.limit if activation is not None else None
     act_alpha, beta = (activation.alpha, activation.beta) if activation else (0.0, 0.0)
     mask, channels = compensation.block_mask, compensation.channels
@@ -161,17 +193,22 @@ def _launch(
     if slots:
         hot_form = "list" if hot is not None else "part" if exact else "fold"
     stored = [t for c in codes for t in (c.packed, c.block_scale.view(torch.uint8))]
-    _compensated.compensate_rows_kernel[(triton.cdiv(x.shape[0], tile_rows),)](
+    next_channels, next_width = following if following is not None else (x, 0)
+    next_lists = next_channels.shape[0] if following is not None else 0
+    _compensated.compensate_rows_kernel[(next_lists + tiles,)](
         x,
         row_factor if row_factor is not None else x,
         mask.contiguous().view(torch.uint8) if mask is not None else x,
         channels.contiguous() if channels is not None else x,
+        hot_bits if hot_bits is not None else x,
+        next_channels.contiguous() if following is not None else x,
+        next_bits if next_bits is not None else x,
         values,
         row_scale,
         hot if hot is not None else x,
         *(stored + [x] * 4)[:4],
         *(routes.lookup if routes is not None else (x, x, 0, 0)),
-        x.shape[0], x.stride(0), limit or 0.0, act_alpha, beta, compensation.alpha,
+        x.shape[0], next_lists, x.stride(0), limit or 0.0, act_alpha, beta, compensation.alpha,
         WIDTH=width, PLANE=values.shape[-1], PARTS=values.shape[1],
         ACTIVATION=activation.name if activation is not None else "none",
         HAS_LIMIT=limit is not None,
@@ -181,7 +218,10 @@ def _launch(
         RAC=mask is not None, CHANNELS=slots,
         MANY_MASKS=mask is not None and mask.shape[0] > 1,
         MANY_LISTS=channels is not None and channels.shape[0] > 1,
-        FOLD_RESIDUAL=not exact, HOT=hot_form, SLOTS=triton.next_power_of_2(max(1, slots)),
-        PACKED=bool(codes),
-        ROWS=tile_rows, BLOCKS=blocks, num_warps=warps, enable_fp_fusion=False,
+        FOLD_RESIDUAL=not exact, HAS_BITS=not makes_bits,
+        NEXT_CHANNELS=next_channels.shape[1] if next_lists else 0, NEXT_WIDTH=next_width,
+        HOT=hot_form, SLOTS=triton.next_power_of_2(max(1, slots)), PACKED=bool(codes),
+        ROWS=tile_rows, BLOCKS=blocks,
+        num_warps=row_warps(tiles, blocks * tile_rows * BLOCK_SIZE),
+        enable_fp_fusion=False,
     )  # fmt: skip

@@ -2,7 +2,8 @@
 
 Sampling, quantization as served and the merge into the buffers happen in one kernel, in place and
 inside CUDA graphs. The same rows are counted, with the same energies of each; sums are float64 in
-the order of the rows, one program per group, without floating-point atomics.
+the order of the rows, one program for each tile of a group. Atomics only count programs, in the
+spare bits of a counter.
 """
 
 from collections.abc import Callable
@@ -14,16 +15,21 @@ import triton  # type: ignore[import-untyped]
 from quads_common.activation import Activation
 from quads_common.compensation.operands import InputCompensation
 from quads_common.compensation.statistics import ChannelStatistics
-from quads_common.format import check_block_aligned
+from quads_common.format import BLOCK_SIZE, check_block_aligned
 from quads_common.kernels import _statistics
+from quads_common.kernels.compensated_rows import list_bits
 from quads_common.kernels.route import Routes
 from quads_common.kernels.rows import check_dtype
 
 __all__ = ["Beside", "observe_triton"]
 
-# Tokens that a program looks at together, and blocks of a row that it holds in registers.
-CHUNK = 256
-MAX_BLOCKS = 128
+# Tokens that a program looks at together.
+CHUNK = 128
+# Blocks of a program's tile, and its warps: small ones find room beside a GEMM.
+TILE_BLOCKS = 32
+WARPS = 2
+# Blocks of a row that it holds in registers to find the row's maximum.
+ROW_BLOCKS = 64
 
 
 def observe_triton(
@@ -36,6 +42,7 @@ def observe_triton(
     routes: Routes | None = None,
     activation: Activation | None = None,
     row_factor: torch.Tensor | None = None,
+    hot_bits: torch.Tensor | None = None,
 ) -> None:
     """Count one of ``period`` real tokens, in place; see ``observe``.
 
@@ -43,6 +50,7 @@ def observe_triton(
         ``activation`` is applied first, and row_factor [rows] multiplies x first, as in
         ``rows.quantize_rows``.
     routes: the group of each row is its expert; skipped slots count nowhere. None: one group.
+    hot_bits: ``list_bits`` of the served channels, if they are there.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit.
@@ -70,20 +78,23 @@ def observe_triton(
     if tokens == 0 or top_k == 0 or groups == 0:
         return
     x = x if x.stride(-1) == 1 else x.contiguous()
-    blocks = min(MAX_BLOCKS, triton.next_power_of_2(width // 16))
     channels = served.channels
     if channels is not None and channels.shape[0] not in (1, groups):
         raise ValueError(f"{channels.shape[0]} channel lists for {groups} groups: one, or one each")
+    splice = channels is not None and channels.shape[1] > 0
+    if channels is not None and splice and hot_bits is None:
+        hot_bits = list_bits(channels, width)
+    blocks = min(TILE_BLOCKS, triton.next_power_of_2(width // BLOCK_SIZE))
     limit = activation.limit if activation is not None else None
     act_alpha, beta = (activation.alpha, activation.beta) if activation else (0.0, 0.0)
     ids, expert_map, map_size, _ = routes.lookup if routes is not None else (x, x, 0, 0)
-    _statistics.observe_kernel[(groups,)](
+    _statistics.observe_kernel[(groups, triton.cdiv(width, blocks * BLOCK_SIZE))](
         x,
         row_factor if row_factor is not None else x,
         row_mask.contiguous().view(torch.uint8) if row_mask is not None else x,
         ids,
         expert_map,
-        channels.contiguous() if channels is not None else x,
+        hot_bits if hot_bits is not None else x,
         stats.count, stats.mean, stats.m2, stats.plain_energy, stats.served_energy,
         stats.left_energy, stats.underflows, stats.channel_energy,
         stats.offered,
@@ -96,11 +107,12 @@ def observe_triton(
         HAS_MASK=row_mask is not None,
         HAS_IDS=routes is not None,
         HAS_MAP=routes is not None and routes.expert_map is not None,
-        CHANNELS=channels.shape[1] if channels is not None else 0,
+        SPLICE=splice,
         MANY=channels is not None and channels.shape[0] > 1,
         PER_CHANNEL=stats.channel_energy.shape[1] > 0,
         CHUNK=CHUNK, SLOTS=triton.next_power_of_2(top_k), BLOCKS=blocks,
-        num_warps=8 if blocks > 32 else 4, enable_fp_fusion=False,
+        ROW_BLOCKS=min(ROW_BLOCKS, triton.next_power_of_2(width // BLOCK_SIZE)),
+        num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -113,6 +125,7 @@ class Beside:
 
     def __init__(self, device: torch.device) -> None:
         self.side: torch.cuda.Stream | None = None
+        self.used = False
         if device.type == "cuda":
             self.main = torch.cuda.current_stream(device)
             self.side = _second_stream(device, self.main.cuda_stream)
@@ -122,13 +135,14 @@ class Beside:
         if self.side is None:
             launch()
             return
+        self.used = True
         self.side.wait_stream(self.main)
         with torch.cuda.stream(self.side):
             launch()
 
     def join(self) -> None:
         """What the current stream launches from now on comes after all of it."""
-        if self.side is not None:
+        if self.side is not None and self.used:
             self.main.wait_stream(self.side)
 
 
