@@ -1,4 +1,4 @@
-"""The wheel holds exactly the three import packages, each with every source file."""
+"""The wheel holds exactly the four import packages, each with every source file."""
 
 import configparser
 import shutil
@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 TREES = {
     "quads_common": "common/quads_common",
+    "quads_trainers": "common/quads_trainers",
     "vllm_quads": "vllm_quads",
     "sglang_quads": "sglang_quads",
 }
