@@ -10,7 +10,7 @@ BIN = $(VENV)/bin
 .PHONY: help setup demo test test-trainers compat lint clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
 setup: ## create .venv with vLLM's CPU build, this project and its tools
 	@command -v $(PYTHON) >/dev/null || { \
