@@ -51,7 +51,7 @@ def choose_backend(
 
 
 def general_backend(backend: str) -> str:
-    """The backend of layers that have no path of their own in ``backend``: linears, compensation."""
+    """The backend of layers without a path of their own in ``backend``: linears, compensation."""
     return "triton" if backend == "hopper" else backend
 
 

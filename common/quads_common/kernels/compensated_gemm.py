@@ -47,8 +47,10 @@ def compensated_gemm(
     """
     if x.parts is None and x.hot is None:
         assert x.operand is not None, f"{x=}"
-        options = {"bias": bias, "router_weight": router_weight}
-        grouped_gemm(x.operand, weight, y, config=config, table=table, top_k=top_k, **options)
+        grouped_gemm(
+            x.operand, weight, y, config=config, table=table, top_k=top_k, bias=bias,
+            router_weight=router_weight,
+        )  # fmt: skip
         return
     experts, n, width = weight.shape
     source = x.parts if x.parts is not None else x.operand

@@ -28,6 +28,7 @@ __all__ = [
     "decode_experts",
     "decode_plan",
     "list_blocks",
+    "moe_defines",
     "prepare",
     "why_not_hopper",
 ]
@@ -180,7 +181,7 @@ def _launches(plan: DecodePlan, hidden: int, inner: int) -> list[tuple[str, int,
         return [("moe_both", plan.rows, _x_row(hidden) + _product_row(inner))]
     suffix, capacity = "", _half_capacity(hidden, inner)
     if plan.form == "few":
-        suffix, capacity = "_few", (2 * FEW_ROWS, 2 * FEW_ROWS)
+        suffix, capacity = "_few", tuple(min(2 * FEW_ROWS, rows) for rows in capacity)
     return [
         (f"moe_up{suffix}", capacity[0], _x_row(hidden)),
         (f"moe_down{suffix}", capacity[1], _product_row(inner)),
@@ -289,4 +290,5 @@ def moe_defines(dtype: torch.dtype, hidden: int, inner: int, inspect: bool) -> d
     """What moe.cu is compiled with."""
     defines = {"FORMAT": "FP16" if dtype == torch.float16 else "BF16"}
     defines |= {"HIDDEN": str(hidden), "INNER": str(inner)} | CONSTANTS
+    defines["ARGUMENT_BYTES"] = str(ctypes.sizeof(_MoeArguments))
     return defines | {"INSPECT": "1"} if inspect else defines
