@@ -181,7 +181,8 @@ def _launches(plan: DecodePlan, hidden: int, inner: int) -> list[tuple[str, int,
         return [("moe_both", plan.rows, _x_row(hidden) + _product_row(inner))]
     suffix, capacity = "", _half_capacity(hidden, inner)
     if plan.form == "few":
-        suffix, capacity = "_few", tuple(min(2 * FEW_ROWS, rows) for rows in capacity)
+        suffix = "_few"
+        capacity = min(2 * FEW_ROWS, capacity[0]), min(2 * FEW_ROWS, capacity[1])
     return [
         (f"moe_up{suffix}", capacity[0], _x_row(hidden)),
         (f"moe_down{suffix}", capacity[1], _product_row(inner)),
