@@ -43,6 +43,7 @@ GROUPS: dict[str, Callable] = {
     "operands": compare_compensated_rows.operands,
     "linears": compare_compensated.gemms,
     "plain": compare_compensated.plain_layers,
+    "tiled": compare_compensated.tiled_layers,
     "refreshes": compare_compensated.refreshes,
 }
 GROUPS |= {

@@ -3,8 +3,8 @@
 As ``quads_common.ops``, with selections as data, so that a refresh changes no graph, and with the
 statistics' buffers declared as mutated. Import this module once per process before tracing.
 
-Backends: ``emulated`` computes the exact form in torch; ``triton`` the folded one on tensor cores
-(``fold``), ``triton_exact`` the exact one there.
+Backends: ``emulated`` computes the exact form in torch; ``triton`` and ``hopper`` the folded one on
+tensor cores (``fold``), ``triton_exact`` and ``hopper_exact`` the exact one there.
 """
 
 from collections.abc import Callable
@@ -118,14 +118,20 @@ def _layers(backend: str) -> tuple[Callable[..., torch.Tensor], Callable[..., to
     """The compensated linear and MoE layer of a backend."""
     if backend == "emulated":
         return linear_compensated, fused_moe_compensated
-    if backend in ("triton", "triton_exact"):
+    name, _, form = backend.partition("_")
+    if name in ("triton", "hopper") and form in ("", "exact"):
         from quads_common.kernels import compensated
 
-        exact = backend == "triton_exact"
+        experts = {
+            "triton": compensated.fused_moe_compensated_triton,
+            "hopper": compensated.fused_moe_compensated_hopper,
+        }
+        exact = form == "exact"
         return (
             partial(compensated.linear_compensated_triton, exact=exact),
-            partial(compensated.fused_moe_compensated_triton, exact=exact),
+            partial(experts[name], exact=exact),
         )
     raise ValueError(
-        f"backend {backend!r} cannot compensate: 'emulated', 'triton' and 'triton_exact' can"
+        f"backend {backend!r} cannot compensate: 'emulated', 'triton' and 'hopper' can, the last "
+        "two also with '_exact' behind"
     )

@@ -22,6 +22,7 @@ from quads_common.weight_tiles import TileLayout
 __all__ = [
     "DecodePlan",
     "Inspection",
+    "RowCompensation",
     "decode_experts",
     "decode_plan",
     "make_decode_table",
@@ -52,6 +53,19 @@ class DecodePlan:
 
     fused: bool
     rows: int
+
+
+@dataclass(frozen=True)
+class RowCompensation:
+    """What is folded into GEMM2's operand, of one list for all experts (L = 1) or one for each.
+
+    block_mask: [L, I/16] bool, blocks whose residual is added; None: no RAC. hot_bits: [L, I/16]
+    int32, ``compensated_rows.list_bits``; None: no splice. alpha: factor of the residual.
+    """
+
+    block_mask: torch.Tensor | None
+    hot_bits: torch.Tensor | None
+    alpha: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -121,15 +135,23 @@ def decode_experts(
     plan: DecodePlan,
     limit: float | None,
     inspection: Inspection | None = None,
+    compensation: RowCompensation | None = None,
+    product: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each slot's (w2 @ product) * router weight, float32 [slots, H]; skipped slots not written.
 
-    operand: the layer's input. w13, w2: tiled. router: [T, k] float32, None: 1.
+    operand: the layer's input. w13, w2: tiled. router: [T, k] float32, None: 1. compensation: of
+    GEMM2's input, W4A4 only. product: [slots, 8, I/8] bf16, receives GEMM2's input before it is
+    quantized, element k of a row at [k % 8, k // 8].
     """
     tokens, top_k = routes.topk_ids.shape
     hidden, inner = w2.shape[1], w2.shape[2]
     slots, device = tokens * top_k, operand.values.device
-    kernels = _moe_kernels(device, operand.values.dtype, hidden, inner, inspection is not None)
+    rac = compensation is not None and compensation.block_mask is not None
+    splice = compensation is not None and compensation.hot_bits is not None
+    kernels = _moe_kernels(
+        device, operand.values.dtype, hidden, inner, inspection is not None, rac, splice
+    )
     stream = torch.cuda.current_stream(device).cuda_stream
     processors = _processors(device)
     out = torch.empty((slots, hidden), dtype=torch.float32, device=device)
@@ -138,9 +160,7 @@ def decode_experts(
         table = _make_table(routes, plan, processors, stream)
     if inspection is not None:
         product = inspection.product
-    elif plan.fused:
-        product = None
-    else:
+    elif product is None and not plan.fused:
         product = torch.empty((slots, inner), dtype=torch.bfloat16, device=device)
     arguments = _MoeArguments(
         w13=_pointer(w13.packed), w13_scale=_pointer(w13.block_scale), w2=_pointer(w2.packed),
@@ -148,7 +168,7 @@ def decode_experts(
         w2_global=_pointer(w2.global_scale), x=_pointer(operand.values),
         row_scale=_pointer(operand.row_scale), router=_pointer(router), table=_pointer(table),
         product=_pointer(product), out=_pointer(out), routes=_route_arguments(routes),
-        limit=math.inf if limit is None else limit,
+        limit=math.inf if limit is None else limit, compensation=_compensation(compensation),
     )  # fmt: skip
     if inspection is not None:
         arguments.inspect_y = _pointer(inspection.y)
@@ -196,6 +216,18 @@ class _Routes(ctypes.Structure):
     )
 
 
+class _Compensation(ctypes.Structure):
+    """``Compensation`` of compensate.cuh."""
+
+    _fields_ = (
+        ("block_mask", ctypes.c_void_p),
+        ("hot_bits", ctypes.c_void_p),
+        ("mask_stride", ctypes.c_int),
+        ("bits_stride", ctypes.c_int),
+        ("alpha", ctypes.c_float),
+    )
+
+
 class _MoeArguments(ctypes.Structure):
     """``MoeArguments`` of moe.cu."""
 
@@ -211,6 +243,7 @@ class _MoeArguments(ctypes.Structure):
         ("routes", _Routes),
         ("rows", ctypes.c_int),
         ("limit", ctypes.c_float),
+        ("compensation", _Compensation),
     )  # fmt: skip
 
 
@@ -237,6 +270,17 @@ def _route_arguments(routes: Routes) -> _Routes:
     )  # fmt: skip
 
 
+def _compensation(lists: RowCompensation | None) -> _Compensation:
+    if lists is None:
+        return _Compensation()
+    mask, bits = lists.block_mask, lists.hot_bits
+    for name, tensor in (("block_mask", mask), ("hot_bits", bits)):
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, has strides {list(tensor.stride())}")
+    strides = (0 if t is None or t.shape[0] == 1 else t.shape[1] for t in (mask, bits))
+    return _Compensation(_pointer(mask), _pointer(bits), *strides, lists.alpha)
+
+
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -258,18 +302,30 @@ def _processors(device: torch.device) -> int:
 
 @cache
 def _moe_kernels(
-    device: torch.device, dtype: torch.dtype, hidden: int, inner: int, inspect: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    hidden: int,
+    inner: int,
+    inspect: bool,
+    rac: bool,
+    splice: bool,
 ) -> dict[str, Kernel]:
     """The kernels of moe.cu for a shape and operands of a dtype, compiled at the first call."""
     with torch.cuda.device(device):
-        cubin = compile_cubin("moe", ARCHITECTURE, moe_defines(dtype, hidden, inner, inspect))
+        cubin = compile_cubin(
+            "moe", ARCHITECTURE, moe_defines(dtype, hidden, inner, inspect, rac, splice)
+        )
         return load_kernels(cubin, ["moe_both", "moe_up", "moe_down"], SHARED)
 
 
-def moe_defines(dtype: torch.dtype, hidden: int, inner: int, inspect: bool) -> dict[str, str]:
+def moe_defines(
+    dtype: torch.dtype, hidden: int, inner: int, inspect: bool, rac: bool = False,
+    splice: bool = False,
+) -> dict[str, str]:  # fmt: skip
     """What moe.cu is compiled with."""
     defines = {"FORMAT": "FP16" if dtype == torch.float16 else "BF16"}
     defines |= {"HIDDEN": str(hidden), "INNER": str(inner)} | CONSTANTS
+    defines |= {"WITH_RAC": str(int(rac)), "WITH_SPLICE": str(int(splice))}
     return defines | {"INSPECT": "1"} if inspect else defines
 
 
