@@ -65,7 +65,8 @@ def gemm(capability, config, k, stored, channels, tiled="no"):
     arguments = {
         "x_ptr": "*bf16" if hot else "*fp16", "row_scale_ptr": "*fp32", "hot_ptr": "*bf16",
         "word_ptr": "*i32" if tiled == "no" else "*i64", "scale_ptr": "*u8", "global_ptr": "*fp32",
-        "column_ptr": "*bf16", "bias_ptr": "*bf16", "router_ptr": "*fp32", "y_ptr": "*bf16", "slots_ptr": "*i32",
+        "column_ptr": "*bf16", "bias_ptr": "*bf16", "router_ptr": "*fp32", "y_ptr": "*bf16",
+        "slots_ptr": "*i32",
         "experts_ptr": "*i32", "num_slots": "i32", "n": "i32", "rac_alpha": "fp32", "K": k,
         "PLANE": k // 8, "STORED": stored, "PARTS": {1: 1, 2: 2, 3: 4}[stored], "RAC": stored > 1,
         "HOT": hot, "CHANNELS": channels, "BLOCK_C": 32, "TOP_K": 8, "GROUPED": True,

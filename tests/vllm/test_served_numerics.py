@@ -44,9 +44,15 @@ def run(arith_moe, sequences, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def w4a4(run, sequences):
-    """The default method, looked into."""
+    """Plain W4A4, looked into."""
     calls = ("calls", "moe_calls", [sequences[:CAPTURED]])
-    return run(("report", "report", []), ("units", "units", []), calls, quantization="quads_nvfp4")
+    return run(
+        ("report", "report", []),
+        ("units", "units", []),
+        calls,
+        quantization="quads_nvfp4",
+        additional_config={"quads": {"method": "nvfp4"}},
+    )
 
 
 @pytest.fixture(scope="module")

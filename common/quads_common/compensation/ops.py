@@ -19,7 +19,15 @@ from quads_common.compensation.operands import InputCompensation
 from quads_common.compensation.statistics import ChannelStatistics
 from quads_common.format import QuantizedTensor
 
-__all__ = ["quads_linear_compensated", "quads_moe_compensated"]
+__all__ = ["can_compensate", "quads_linear_compensated", "quads_moe_compensated"]
+
+# Backends (``quads_common.backend``) that the operators here run on.
+_BACKENDS = ("emulated", "triton", "triton_exact", "hopper", "hopper_exact")
+
+
+def can_compensate(backend: str) -> bool:
+    """Whether ``quads_linear_compensated`` and ``quads_moe_compensated`` run on a backend."""
+    return backend in _BACKENDS
 
 
 @torch.library.custom_op("quads::linear_compensated", mutates_args=("statistics",))
@@ -118,20 +126,17 @@ def _layers(backend: str) -> tuple[Callable[..., torch.Tensor], Callable[..., to
     """The compensated linear and MoE layer of a backend."""
     if backend == "emulated":
         return linear_compensated, fused_moe_compensated
-    name, _, form = backend.partition("_")
-    if name in ("triton", "hopper") and form in ("", "exact"):
+    if backend in _BACKENDS:
         from quads_common.kernels import compensated
 
         experts = {
             "triton": compensated.fused_moe_compensated_triton,
             "hopper": compensated.fused_moe_compensated_hopper,
         }
+        name, _, form = backend.partition("_")
         exact = form == "exact"
         return (
             partial(compensated.linear_compensated_triton, exact=exact),
             partial(experts[name], exact=exact),
         )
-    raise ValueError(
-        f"backend {backend!r} cannot compensate: 'emulated', 'triton' and 'hopper' can, the last "
-        "two also with '_exact' behind"
-    )
+    raise ValueError(f"backend {backend!r} cannot compensate: {list(_BACKENDS)} can")

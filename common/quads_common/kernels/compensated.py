@@ -127,13 +127,10 @@ def fused_moe_compensated_triton(
         layout=GATE_UP if tiled else None,
     )  # fmt: skip
     aside = Beside(x.device)
-    if gathering.w13 is not None or gathering.w2 is not None:
-        aside.run(
-            partial(
-                _observe_both, gathering, x, y, w13_input, w2_input, routes, activation, row_factor,
-                first_bits, second_bits,
-            )
-        )  # fmt: skip
+    _observe_both(
+        aside, gathering, x, y, w13_input, w2_input, routes, activation, row_factor, first_bits,
+        second_bits,
+    )  # fmt: skip
     rows = compensate_rows(
         y, w2_input, exact=exact, routes=routes, activation=activation, hot_bits=second_bits
     )
@@ -208,13 +205,10 @@ def fused_moe_compensated_hopper(
         ),
     )  # fmt: skip
     aside = Beside(x.device)
-    if gathering.w13 is not None or gathering.w2 is not None:
-        aside.run(
-            partial(
-                _observe_both, gathering, x, product, w13_input, w2_input, routes, None, row_factor,
-                rows.hot_bits, rows.next_bits,
-            )
-        )  # fmt: skip
+    _observe_both(
+        aside, gathering, x, product, w13_input, w2_input, routes, None, row_factor, rows.hot_bits,
+        rows.next_bits,
+    )  # fmt: skip
     out = sum_slots_triton(slots, routes, x.dtype)
     aside.join()
     return out
@@ -228,6 +222,7 @@ def _following(lists: InputCompensation, width: int) -> tuple[torch.Tensor, int]
 
 
 def _observe_both(
+    aside: Beside,
     gathering: Gathering,
     x: torch.Tensor,
     y: torch.Tensor | None,
@@ -240,16 +235,20 @@ def _observe_both(
     second_bits: torch.Tensor | None,
 ) -> None:
     """Count both inputs. y: GEMM1's results, or without an activation GEMM2's input in planes."""
-    period, row_mask = gathering.period, gathering.row_mask
+    observe_rows = partial(observe_triton, period=gathering.period, row_mask=gathering.row_mask)
     if gathering.w13 is not None:
-        observe_triton(
-            gathering.w13, x, w13_input, period, row_mask=row_mask, row_factor=row_factor,
-            hot_bits=first_bits,
+        aside.run(
+            partial(
+                observe_rows, gathering.w13, x, w13_input, row_factor=row_factor,
+                hot_bits=first_bits,
+            )
         )  # fmt: skip
     if gathering.w2 is not None and y is not None:
-        observe_triton(
-            gathering.w2, y, w2_input, period, row_mask=row_mask, routes=routes,
-            activation=activation, hot_bits=second_bits, planes=activation is None,
+        aside.run(
+            partial(
+                observe_rows, gathering.w2, y, w2_input, routes=routes, activation=activation,
+                hot_bits=second_bits, planes=activation is None,
+            )
         )  # fmt: skip
 
 

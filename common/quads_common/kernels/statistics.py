@@ -121,36 +121,36 @@ def observe_triton(
 
 
 class Beside:
-    """Launches on a second stream, beside what the current one goes on with.
+    """Launches on streams of their own, beside each other and what the current stream goes on with.
 
-    What they read must stay until ``join``. On a CPU, where kernels are interpreted, there is one
-    stream.
+    What they read must stay until ``join``. On a CPU, where kernels are interpreted, there are no
+    streams.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.side: torch.cuda.Stream | None = None
-        self.used = False
-        if device.type == "cuda":
-            self.main = torch.cuda.current_stream(device)
-            self.side = _second_stream(device, self.main.cuda_stream)
+        self.device = device
+        self.used: list[torch.cuda.Stream] = []
 
     def run(self, launch: Callable[[], None]) -> None:
         """Launch after everything that the current stream has launched so far."""
-        if self.side is None:
+        if self.device.type != "cuda":
             launch()
             return
-        self.used = True
-        self.side.wait_stream(self.main)
-        with torch.cuda.stream(self.side):
+        main = torch.cuda.current_stream(self.device)
+        side = _side_stream(self.device, main.cuda_stream, len(self.used))
+        self.used.append(side)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
             launch()
 
     def join(self) -> None:
         """What the current stream launches from now on comes after all of it."""
-        if self.side is not None and self.used:
-            self.main.wait_stream(self.side)
+        for side in self.used:
+            torch.cuda.current_stream(self.device).wait_stream(side)
+        self.used.clear()
 
 
 @cache
-def _second_stream(device: torch.device, stream: int) -> torch.cuda.Stream:
-    """One for each stream, so that streams that are captured at the same time stay apart."""
+def _side_stream(device: torch.device, stream: int, number: int) -> torch.cuda.Stream:
+    """Some for each stream, so that streams that are captured at the same time stay apart."""
     return torch.cuda.Stream(device)

@@ -80,6 +80,13 @@ DEVICE u32 load_stream2(const void* p) {
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// What is derived from `value` is not computed in front of the loop that this stands in: registers are
+// short there.
+template <typename T>
+DEVICE void keep_inside(T& value) {
+  asm volatile("" : "+r"(value));
+}
+
 // ---- numbers
 
 DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }
