@@ -25,7 +25,12 @@ from quads_common.kernels.route import Routes, make_table, sum_slots_triton
 from quads_common.kernels.statistics import Beside, observe_triton
 from quads_common.moe import check_shapes
 
-__all__ = ["form_config", "fused_moe_compensated_triton", "linear_compensated_triton"]
+__all__ = [
+    "form_config",
+    "fused_moe_compensated_triton",
+    "linear_compensated_triton",
+    "observe_both",
+]
 
 
 def linear_compensated_triton(
@@ -118,7 +123,7 @@ def fused_moe_compensated_triton(
     if gathering.w13 is not None or gathering.w2 is not None:
         aside.run(
             partial(
-                _observe_both, gathering, x, y, w13_input, w2_input, routes, activation, row_factor,
+                observe_both, gathering, x, y, w13_input, w2_input, routes, activation, row_factor,
                 first_bits, second_bits,
             )
         )  # fmt: skip
@@ -136,7 +141,7 @@ def fused_moe_compensated_triton(
     return sum_slots_triton(slots, routes, x.dtype)
 
 
-def _observe_both(
+def observe_both(
     gathering: Gathering,
     x: torch.Tensor,
     y: torch.Tensor,
@@ -148,6 +153,7 @@ def _observe_both(
     first_bits: torch.Tensor | None,
     second_bits: torch.Tensor | None,
 ) -> None:
+    """Count the rows of a layer's two inputs; y is GEMM1's output."""
     period, row_mask = gathering.period, gathering.row_mask
     if gathering.w13 is not None:
         observe_triton(
