@@ -1,0 +1,116 @@
+"""What Triton 3.6 and the newest make of the backend ``blackwell``: sm_100a, sm_103a and sm_120a.
+
+No such GPU was at hand, so this is what is known of the machine code: that it holds the native
+block-scaled FP4 instruction and no other in its place, spills nothing, contracts nothing, and fits.
+Each Triton compiles in its own process; the newer one's tools read the result of both, since those
+of 3.6 do not know sm_103.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import triton
+
+from tests.kernels.offline import TOOLS
+
+ROOT = Path(__file__).parents[3]
+OLD_TRITON = Path(sys.prefix) / "triton-3.6.0"
+FP4 = {
+    100: "UTCOMMA.4X",
+    103: "UTCOMMA.BLOCK16",
+    120: "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X",
+}
+BF16 = {100: "UTCHMMA", 103: "UTCHMMA", 120: "HMMA.16816.F32.BF16"}
+ANY_MMA = re.compile(r"\b((?:UTC\w*MMA|[A-Z]*MMA)(?:\.\w+)*)\s")
+# Bytes of shared memory of a multiprocessor; a program may have 1 KiB less.
+SHARED = {100: 228 * 1024, 103: 228 * 1024, 120: 100 * 1024}
+REGISTERS = 65536
+# Programs that must fit into a multiprocessor, by rows of the tile: latency is hidden by others.
+PROGRAMS = {16: 2, 32: 2, 64: 1, 128: 1}
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory):
+    """Folder and ``cases.json`` of both Tritons, which compile side by side."""
+    assert OLD_TRITON.is_dir(), f"{OLD_TRITON} is missing: run `make setup`"
+    running = {}
+    for name, path in (("old", [OLD_TRITON]), ("newest", [])):
+        folder = tmp_path_factory.mktemp(name)
+        path = os.pathsep.join(map(str, [*path, ROOT, ROOT / "common"]))
+        command = [sys.executable, "-m", "tests.kernels.blackwell.compile_fp4", str(folder)]
+        running[name] = folder, subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    output = {name: process.communicate()[0] for name, (_, process) in running.items()}
+    failed = {name: output[name][-4000:] for name, (_, p) in running.items() if p.returncode}
+    assert not failed, "\n".join(f"Triton {name}: {text}" for name, text in failed.items())
+    folders = {name: folder for name, (folder, _) in running.items()}
+    return {n: (f, json.loads((f / "cases.json").read_text())) for n, f in folders.items()}
+
+
+@pytest.mark.timeout(600)
+def test_both_tritons_ran(builds):
+    old, newest = (builds[name][1]["triton"] for name in ("old", "newest"))
+    assert old == "3.6.0"
+    assert newest == triton.__version__
+    assert tuple(map(int, newest.split(".")[:2])) >= (3, 9)
+    assert builds["old"][1]["cases"].keys() == builds["newest"][1]["cases"].keys()
+
+
+@pytest.mark.parametrize("which", ["old", "newest"])
+def test_machine_code_is_native(builds, which):
+    folder, found = builds[which]
+    names = list(found["cases"])
+    with ThreadPoolExecutor(2) as pool:
+        code = dict(
+            zip(names, pool.map(disassemble, [folder / f"{n}.cubin" for n in names]), strict=True)
+        )
+    wrong = {}
+    for name, case in found["cases"].items():
+        capability, sass = capability_of(name), code[name]
+        multiplied = set(ANY_MMA.findall(sass))
+        if case["target"] != f"sm_{capability}a":
+            wrong[name] = case["target"]
+        elif " fp4 " in name:
+            spliced = "dequant" in name or "bf16" in name
+            wanted = {FP4[capability]} | ({BF16[capability]} if spliced else set())
+            # Rows of 720 codes do not begin at multiples of 16 bytes.
+            wide = "LDGSTS.E.BYPASS.128" in sass or name.endswith("720")
+            if multiplied != wanted or not wide:
+                wrong[name] = multiplied, wide
+        elif bool(multiplied) != ("gemm" in name) or multiplied & set(FP4.values()):
+            wrong[name] = multiplied
+    assert not wrong
+
+
+@pytest.mark.parametrize("which", ["old", "newest"])
+def test_nothing_spills_or_is_contracted(builds, which):
+    wrong = {}
+    for name, case in builds[which][1]["cases"].items():
+        fits = True
+        if " fp4 " in name:
+            tile, shared = int(name.split()[3]), SHARED[capability_of(name)]
+            programs = min(
+                REGISTERS // (case["registers"] * case["threads"]),
+                shared // (case["shared"] + 1024),
+            )
+            fits = programs >= PROGRAMS[tile]
+        if case["stack"] or case["contracted"] or not fits:
+            wrong[name] = case
+    assert not wrong
+
+
+def capability_of(name: str) -> int:
+    return int(re.match(r"sm_(\d+) ", name)[1])
+
+
+def disassemble(cubin: Path) -> str:
+    command = [str(TOOLS / "nvdisasm"), "-c", "-ndf", str(cubin)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
