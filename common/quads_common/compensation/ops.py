@@ -22,7 +22,7 @@ from quads_common.format import QuantizedTensor
 __all__ = ["can_compensate", "quads_linear_compensated", "quads_moe_compensated"]
 
 # Backends (``quads_common.backend``) that the operators here run on.
-_BACKENDS = ("emulated", "triton", "triton_exact")
+_BACKENDS = ("emulated", "triton", "triton_exact", "blackwell")
 
 
 def can_compensate(backend: str) -> bool:
@@ -134,4 +134,9 @@ def _layers(backend: str) -> tuple[Callable[..., torch.Tensor], Callable[..., to
             partial(compensated.linear_compensated_triton, exact=exact),
             partial(compensated.fused_moe_compensated_triton, exact=exact),
         )
+    if backend == "blackwell":
+        from quads_common.kernels.blackwell.linear import linear_blackwell
+        from quads_common.kernels.blackwell.moe import fused_moe_blackwell
+
+        return linear_blackwell, fused_moe_blackwell
     raise ValueError(f"backend {backend!r} cannot compensate: {list(_BACKENDS)} can")
