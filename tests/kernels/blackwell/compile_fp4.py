@@ -2,8 +2,8 @@
 
     python -m tests.kernels.blackwell.compile_fp4 FOLDER
 
-Writes a cubin per case and ``cases.json`` into FOLDER. To be run in a process of its own: after a
-failed assertion of the compiler nothing in it can be trusted.
+Writes a cubin per case, those of ``launch_fp4`` and ``cases.json`` into FOLDER. Run it in a process
+of its own: after a failed assertion of the compiler nothing in it can be trusted.
 """
 
 import json
@@ -17,6 +17,7 @@ from quads_common.kernels import _compensated, _quantize, _route
 from quads_common.kernels import _gemm as _triton_gemm
 from quads_common.kernels.blackwell import _gemm
 from quads_common.kernels.blackwell.gemm import fp4_config, splice_tile
+from tests.kernels.blackwell.launch_fp4 import launched
 from tests.kernels.offline import Compiled, compile_kernel
 
 TILES = (16, 32, 64, 128)
@@ -46,6 +47,9 @@ def main(folder: Path) -> None:
             "shared": compiled.shared,
             "contracted": len(re.findall(r"fma\.rn\.f32", compiled.ptx)),
         }
+    for capability in (100, 120):
+        for name, cubin in launched(capability).items():
+            (folder / f"{name}.cubin").write_bytes(cubin)
     (folder / "cases.json").write_text(json.dumps(found))
 
 

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,27 +68,35 @@ def test_both_tritons_ran(builds):
 @pytest.mark.parametrize("which", ["old", "newest"])
 def test_machine_code_is_native(builds, which):
     folder, found = builds[which]
-    names = list(found["cases"])
-    with ThreadPoolExecutor(2) as pool:
-        code = dict(
-            zip(names, pool.map(disassemble, [folder / f"{n}.cubin" for n in names]), strict=True)
-        )
     wrong = {}
-    for name, case in found["cases"].items():
-        capability, sass = capability_of(name), code[name]
-        multiplied = set(ANY_MMA.findall(sass))
-        if case["target"] != f"sm_{capability}a":
-            wrong[name] = case["target"]
+    for name, code in disassemble(folder, found["cases"]).items():
+        capability, multiplied = capability_of(name), set(ANY_MMA.findall(code))
+        if found["cases"][name]["target"] != f"sm_{capability}a":
+            wrong[name] = found["cases"][name]["target"]
         elif " fp4 " in name:
             spliced = "dequant" in name or "bf16" in name
             wanted = {FP4[capability]} | ({BF16[capability]} if spliced else set())
             # Rows of 720 codes do not begin at multiples of 16 bytes.
-            wide = "LDGSTS.E.BYPASS.128" in sass or name.endswith("720")
+            wide = "LDGSTS.E.BYPASS.128" in code or name.endswith("720")
             if multiplied != wanted or not wide:
                 wrong[name] = multiplied, wide
         elif bool(multiplied) != ("gemm" in name) or multiplied & set(FP4.values()):
             wrong[name] = multiplied
     assert not wrong
+
+
+@pytest.mark.parametrize("which", ["old", "newest"])
+def test_launched_layers_are_native(builds, which):
+    """A plain layer, then one with RAC and splice: 2 and 2 GEMMs, compiled for their arguments."""
+    folder = builds[which][0]
+    names = sorted(path.stem for path in folder.glob("* launched grouped_fp4_kernel *.cubin"))
+    assert [capability_of(name) for name in names] == [100] * 4 + [120] * 4
+    for name, code in disassemble(folder, names).items():
+        multiplied, last = set(ANY_MMA.findall(code)), names[names.index(name) // 4 * 4 + 2 :][:2]
+        capability = capability_of(name)
+        spliced = name in last
+        assert multiplied == {FP4[capability]} | ({BF16[capability]} if spliced else set()), name
+        assert "LDGSTS.E.BYPASS.128" in code, name
 
 
 @pytest.mark.parametrize("which", ["old", "newest"])
@@ -111,6 +120,13 @@ def capability_of(name: str) -> int:
     return int(re.match(r"sm_(\d+) ", name)[1])
 
 
-def disassemble(cubin: Path) -> str:
-    command = [str(TOOLS / "nvdisasm"), "-c", "-ndf", str(cubin)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def disassemble(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Machine code by name."""
+
+    def one(name: str) -> str:
+        command = [str(TOOLS / "nvdisasm"), "-c", "-ndf", str(folder / f"{name}.cubin")]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    names = list(names)
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(names, pool.map(one, names), strict=True))
