@@ -13,12 +13,12 @@ from pathlib import Path
 
 import triton
 
-from quads_common.kernels import _compensated, _quantize, _route
-from quads_common.kernels import _gemm as _triton_gemm
 from quads_common.kernels.blackwell import _gemm
 from quads_common.kernels.blackwell.gemm import fp4_config, splice_tile
+from quads_common.kernels.gemm import linear_config
 from tests.kernels.blackwell.launch_fp4 import launched
 from tests.kernels.offline import Compiled, compile_kernel
+from tests.kernels.test_offline import gemm
 
 TILES = (16, 32, 64, 128)
 # kind: residual, hot columns
@@ -69,8 +69,7 @@ def cases() -> dict:
         name = f"sm_{capability} fp4 {kind} {tile} {k}"
         found[name] = lambda a=(capability, kind, tile, k): fp4_gemm(*a)
     for capability in (100, 120):
-        for case in (rows, compensated_rows, place_routes, sum_slots, w4a16_gemm):
-            found[f"sm_{capability} {case.__name__}"] = lambda c=capability, f=case: f(c)
+        found[f"sm_{capability} w4a16_gemm"] = lambda c=capability: w4a16_gemm(c)
     return found
 
 
@@ -97,69 +96,9 @@ def fp4_gemm(capability: int, kind: str, tile: int, k: int) -> Compiled:
     )  # fmt: skip
 
 
-TABLES = {"ids_ptr": "*i32", "map_ptr": "*i32", "map_size": "i32", "num_experts": "i32"}
-
-
-def rows(capability: int) -> Compiled:
-    """Activation function and quantization to packed codes."""
-    arguments = {
-        "x_ptr": "*bf16", "factor_ptr": "*bf16", "product_ptr": "*bf16", "packed_ptr": "*u8",
-        "scale_ptr": "*u8", "global_ptr": "*fp32", "operand_ptr": "*bf16", **TABLES,
-        "rows": "i32", "width": "i32", "stride_row": "i32", "limit": "fp32", "alpha": "fp32",
-        "beta": "fp32", "PLANE": 256, "ACTIVATION": "silu", "HAS_LIMIT": False,
-        "HAS_FACTOR": False, "QUANTIZE": True, "PRODUCT": False, "PACKED": True, "OPERAND": False,
-        "HAS_IDS": True, "HAS_MAP": True, "ROWS": 1, "BLOCKS": 64,
-    }  # fmt: skip
-    return compile_kernel(_quantize.quantize_rows_kernel, arguments, capability, num_warps=2)
-
-
-def compensated_rows(capability: int) -> Compiled:
-    """The same with residual codes and a list of hot values."""
-    arguments = {
-        "x_ptr": "*bf16", "factor_ptr": "*bf16", "block_mask_ptr": "*u8", "channels_ptr": "*i32",
-        "operand_ptr": "*bf16", "global_ptr": "*fp32", "hot_ptr": "*bf16", "packed_ptr": "*u8",
-        "scale_ptr": "*u8", "residual_packed_ptr": "*u8", "residual_scale_ptr": "*u8", **TABLES,
-        "rows": "i32", "stride_row": "i32", "limit": "fp32", "act_alpha": "fp32", "beta": "fp32",
-        "alpha": "fp32", "WIDTH": 768, "PLANE": 0, "PARTS": 0, "ACTIVATION": "silu",
-        "HAS_LIMIT": False, "HAS_FACTOR": False, "HAS_IDS": True, "HAS_MAP": True, "RAC": True,
-        "CHANNELS": 32, "MANY_MASKS": True, "MANY_LISTS": True, "FOLD_RESIDUAL": True,
-        "HOT": "list", "SLOTS": 32, "PACKED": True, "ROWS": 1, "BLOCKS": 64,
-    }  # fmt: skip
-    return compile_kernel(_compensated.compensate_rows_kernel, arguments, capability, num_warps=2)
-
-
-def place_routes(capability: int) -> Compiled:
-    """The routing table of a decode batch."""
-    arguments = {
-        **TABLES, "counts_ptr": "*i32", "num_slots": "i32", "slots_ptr": "*i32",
-        "experts_ptr": "*i32", "chunks": "i32", "max_blocks": "i32", "HAS_MAP": True,
-        "ONE_CHUNK": True, "BLOCK_M": 16, "CHUNK": 1024, "BINS": 256,
-    }  # fmt: skip
-    return compile_kernel(_route.place_routes, arguments, capability, num_warps=4)
-
-
-def sum_slots(capability: int) -> Compiled:
-    """The sum over the top-k."""
-    arguments = {
-        **TABLES, "slots_ptr": "*fp32", "out_ptr": "*bf16", "width": "i32", "HAS_MAP": True,
-        "TOP_K": 8, "BLOCK": 1024,
-    }  # fmt: skip
-    return compile_kernel(_route.sum_slots, arguments, capability, num_warps=4)
-
-
 def w4a16_gemm(capability: int) -> Compiled:
     """What ``act="bf16"`` launches: weights unpacked in registers."""
-    arguments = {
-        "x_ptr": "*bf16", "row_scale_ptr": "*fp32", "word_ptr": "*i32", "scale_ptr": "*u8",
-        "global_ptr": "*fp32", "bias_ptr": "*bf16", "router_ptr": "*fp32", "y_ptr": "*bf16",
-        "slots_ptr": "*i32", "experts_ptr": "*i32", "num_slots": "i32", "n": "i32", "K": 2048,
-        "PLANE": 256, "TOP_K": 8, "GROUPED": True, "HAS_ROW_SCALE": False, "HAS_BIAS": True,
-        "HAS_ROUTER": True, "FP16": False, "BLOCK_M": 16, "BLOCK_N": 128, "BLOCK_K": 256,
-        "SWAP": True, "STAGES": 3,
-    }  # fmt: skip
-    return compile_kernel(
-        _triton_gemm.grouped_gemm_kernel, arguments, capability, num_warps=4, num_stages=3
-    )
+    return gemm(capability, linear_config(1), False, 2048)
 
 
 if __name__ == "__main__":

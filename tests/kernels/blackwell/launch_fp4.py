@@ -19,7 +19,8 @@ from quads_common.kernels.blackwell import _gemm
 from quads_common.kernels.blackwell.moe import fused_moe_blackwell
 from tests.kernels.exact import random_rows, random_weight
 
-EXPERTS, HIDDEN, INNER, CHANNELS = 4, 768, 512, 16
+# Qwen3-30B-A3B's layer, with fewer experts.
+EXPERTS, HIDDEN, INNER = 4, 2048, 768
 
 
 class Launcher:
@@ -85,11 +86,11 @@ def run_layers() -> None:
     ids = torch.tensor([[0, 3], [1, 2], [2, 0]], dtype=torch.int32)
     router = torch.rand((3, 2), generator=generator)
     fused_moe_blackwell(x, w13, w2, router, ids)
-    channels = torch.arange(CHANNELS, dtype=torch.int32).repeat(EXPERTS, 1)
+    channels = torch.arange(64, dtype=torch.int32).repeat(EXPERTS, 1)
     masks = torch.ones((EXPERTS, INNER // 16), dtype=torch.bool)
-    columns = torch.zeros((EXPERTS, HIDDEN, CHANNELS), dtype=torch.bfloat16)
+    columns = torch.zeros((EXPERTS, HIDDEN, 32), dtype=torch.bfloat16)
     fused_moe_blackwell(
         x, w13, w2, router, ids,
         w13_input=InputCompensation(torch.ones((1, HIDDEN // 16), dtype=torch.bool), channels[:1]),
-        w2_input=InputCompensation(masks, channels, columns),
+        w2_input=InputCompensation(masks, channels[:, :32].contiguous(), columns),
     )  # fmt: skip
