@@ -15,10 +15,8 @@ import triton
 
 from quads_common.kernels.blackwell import _gemm
 from quads_common.kernels.blackwell.gemm import fp4_config, splice_tile
-from quads_common.kernels.gemm import linear_config
 from tests.kernels.blackwell.launch_fp4 import launched
 from tests.kernels.offline import Compiled, compile_kernel
-from tests.kernels.test_offline import gemm
 
 TILES = (16, 32, 64, 128)
 # kind: residual, hot columns
@@ -68,8 +66,6 @@ def cases() -> dict:
     for capability, kind, tile, k in wanted:
         name = f"sm_{capability} fp4 {kind} {tile} {k}"
         found[name] = lambda a=(capability, kind, tile, k): fp4_gemm(*a)
-    for capability in (100, 120):
-        found[f"sm_{capability} w4a16_gemm"] = lambda c=capability: w4a16_gemm(c)
     return found
 
 
@@ -94,11 +90,6 @@ def fp4_gemm(capability: int, kind: str, tile: int, k: int) -> Compiled:
         _gemm.grouped_fp4_kernel, arguments, capability, num_warps=config.warps,
         num_stages=config.stages,
     )  # fmt: skip
-
-
-def w4a16_gemm(capability: int) -> Compiled:
-    """What ``act="bf16"`` launches: weights unpacked in registers."""
-    return gemm(capability, linear_config(1), False, 2048)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from quads_common.compensation.operands import InputCompensation
 from quads_common.kernels import _compensated, _quantize, _route
+from quads_common.kernels import _gemm as _triton_gemm
 from quads_common.kernels.blackwell import _gemm
 from quads_common.kernels.blackwell.moe import fused_moe_blackwell
 from tests.kernels.exact import random_rows, random_weight
@@ -62,12 +63,12 @@ class Driver:
 
 
 def launched(capability: int) -> dict[str, bytes]:
-    """Machine code by ``sm_<capability> launched <kernel> <number>`` of two MoE layers."""
+    """Machine code by ``sm_<capability> launched <kernel> <number>`` of three MoE layers."""
     driver = Driver(capability)
     # It stays: kernels ask for it when they are deleted.
     triton.runtime.driver.set_active(driver)
     run_layers()
-    for module in (_compensated, _quantize, _route, _gemm):
+    for module in (_compensated, _quantize, _route, _gemm, _triton_gemm):
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):
                 kernel.device_caches.clear()  # of device 0, which is another GPU next time
@@ -78,7 +79,7 @@ def launched(capability: int) -> dict[str, bytes]:
 
 
 def run_layers() -> None:
-    """Plain, and with everything: RAC, columns of the FP4 weight for w13, BF16 ones for w2."""
+    """Plain; with RAC and splice, columns of the FP4 weight for w13, BF16 ones for w2; W4A16."""
     generator = torch.Generator().manual_seed(0)
     w13 = random_weight(EXPERTS, 2 * INNER, HIDDEN, generator=generator)
     w2 = random_weight(EXPERTS, HIDDEN, INNER, generator=generator)
@@ -94,3 +95,4 @@ def run_layers() -> None:
         w13_input=InputCompensation(torch.ones((1, HIDDEN // 16), dtype=torch.bool), channels[:1]),
         w2_input=InputCompensation(masks, channels[:, :32].contiguous(), columns),
     )  # fmt: skip
+    fused_moe_blackwell(x, w13, w2, router, ids, act="bf16")
