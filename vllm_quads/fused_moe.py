@@ -107,7 +107,10 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         )
         if reason is not None:
             logger.info_once(
-                "quads_nvfp4: MoE layers run on backend %s, not %s: %s", chosen, self.backend, reason
+                "quads_nvfp4: MoE layers run on backend %s, not %s: %s",
+                chosen,
+                self.backend,
+                reason,
             )
         self.backend = chosen
         return chosen == "hopper"
