@@ -104,7 +104,12 @@ def test_quantizers_contract_nothing(form, capability):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
     "form",
-    [("none", 2048, True, False), ("silu", 768, True, True), ("none", 12288, False, False)],
+    [
+        ("none", 2048, True, False),
+        ("silu", 768, True, True),
+        ("planes", 768, True, False),
+        ("none", 12288, False, False),
+    ],
     ids=str,
 )
 def test_statistics_contract_nothing(form, capability):
