@@ -46,12 +46,7 @@ def main() -> None:
     parser.add_argument("--engine", default=DEFAULT_ENGINE, help="vLLM version: %(default)s")
     arguments = parser.parse_args()
     venv, engine = arguments.venv.absolute(), arguments.engine
-    if sys.version_info[:2] != PYTHON_VERSION:
-        wanted = ".".join(map(str, PYTHON_VERSION))
-        sys.exit(
-            f"setup needs Python {wanted}, this is {sys.version.split()[0]} ({sys.executable})"
-        )
-
+    check_python()
     stamp, digest = venv / STAMP, inputs_digest(venv, engine)
     if stamp.is_file() and stamp.read_text() == digest:
         return
@@ -61,6 +56,15 @@ def main() -> None:
     install(python, engine)
     stamp.write_text(digest)
     print(f"setup: {venv} is ready after {time.monotonic() - start:.0f} s", flush=True)
+
+
+def check_python() -> None:
+    """Leave with a message unless this is the Python of the pinned wheels."""
+    if sys.version_info[:2] != PYTHON_VERSION:
+        wanted = ".".join(map(str, PYTHON_VERSION))
+        sys.exit(
+            f"setup needs Python {wanted}, this is {sys.version.split()[0]} ({sys.executable})"
+        )
 
 
 def inputs_digest(venv: Path, engine: str) -> str:

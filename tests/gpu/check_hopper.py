@@ -256,13 +256,13 @@ def run_group(name: str, checks: Iterator[Check], verbose: bool) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, action="append")
-    parser.add_argument("--only", choices=["tables", "layers", "graphs"])
+    parser.add_argument("--only", choices=["tables", "layers", "graphs"], action="append")
     parser.add_argument("--all", action="store_true", help="print what passes too")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     groups = {"tables": tables(), "graphs": graphs()}
     groups |= {f"layers {s}": layers(s) for s in args.shape or SHAPES}
-    chosen = {k: v for k, v in groups.items() if args.only in (None, k.partition(" ")[0])}
+    chosen = {k: v for k, v in groups.items() if not args.only or k.partition(" ")[0] in args.only}
     passed = [run_group(k, v, args.all) for k, v in chosen.items()]
     ok = all(passed)
     print("all comparisons passed" if ok else "FAILED")

@@ -38,7 +38,7 @@ def rows(capability, activation, width, rac, hot, exact):
         "CHANNELS": 0 if hot == "none" else 64, "MANY_MASKS": True, "MANY_LISTS": bits,
         "HAS_BITS": bits, "NEXT_CHANNELS": 0 if bits else 32, "NEXT_WIDTH": 768,
         "FOLD_RESIDUAL": not exact, "HOT": hot, "SLOTS": 64, "PACKED": exact, "ROWS": 1,
-        "BLOCKS": blocks,
+        "BLOCKS": blocks, "NEXT_MAY_START": capability == 90 and not bits,
     }  # fmt: skip
     return compile_kernel(
         _compensated.compensate_rows_kernel, arguments, capability, num_warps=blocks // 32

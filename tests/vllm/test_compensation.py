@@ -337,12 +337,6 @@ def test_half_a_sync_changes_no_list(foursight, hot):
     assert_columns(first["whole"], hot)
 
 
-def test_what_cannot_be_asked_of_a_plain_engine(engine, arith_moe):
-    probes = [("error", "error_of", ["quads_refresh"])]
-    found = engine(arith_moe, {"act": "bf16"}, probes)
-    assert "this engine compensates nothing: it was started with method 'nvfp4'" in found["error"]
-
-
 def test_nothing_to_compensate_stops_the_engine(engine, arith_moe):
     with pytest.raises(RuntimeError, match=r"compensate \['linear'\] with method 'quads' names no"):
         engine(arith_moe, {"compensate": ["linear"]}, [])

@@ -150,6 +150,7 @@ def quantize_rows_kernel(
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr,
     QUANTIZE: tl.constexpr, PRODUCT: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     HAS_IDS: tl.constexpr, HAS_MAP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    NEXT_MAY_START: tl.constexpr,
 ):  # fmt: skip
     """Activation, quantization and reordering of rows, each part optional. Grid: (row tiles,).
 
@@ -158,6 +159,8 @@ def quantize_rows_kernel(
     [8, PLANE] 16-bit: code * block scale, or x itself without QUANTIZE. Rows of skipped slots are
     left alone. A row with NaN or Inf gets codes 0, scales NaN and operands NaN.
     """
+    if NEXT_MAY_START:  # it waits for the results itself (sm_90)
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_inside = row < rows
     if HAS_IDS:

@@ -16,6 +16,7 @@ import torch
 from quads_common import format as contract
 from quads_common.activation import Activation
 from quads_common.format import QuantizedTensor
+from quads_common.gemm import ActFormat
 from quads_common.kernels.cuda.nvrtc import Kernel, compile_cubin, load_kernels
 from quads_common.kernels.route import Routes
 from quads_common.kernels.rows import Operand
@@ -28,6 +29,8 @@ __all__ = [
     "decode_experts",
     "decode_plan",
     "list_blocks",
+    "moe_defines",
+    "prepare",
     "why_not_hopper",
 ]
 
@@ -41,7 +44,7 @@ MAX_ROWS, MAX_EXPERTS, MAX_SLOTS, MAX_SPARES = 32, 512, 4096, 12
 FEW_SLOTS, FEW_ROWS = 32, 8
 # The fused form runs where this share of the multiprocessors gets an expert, and where an expert's
 # mean number of slots is at most this share of a block.
-FUSED_FROM, FUSED_SHARE = 0.8, 0.55
+FUSED_FROM, FUSED_SHARE = 0.7, 0.55
 KERNELS = ("moe_both", "moe_up", "moe_down", "moe_up_few", "moe_down_few")
 # Defines of moe.cu that are the contract's numbers.
 CONSTANTS = {
@@ -99,6 +102,18 @@ def why_not_hopper(experts: int, hidden: int, inner: int, activation: Activation
     if min(_half_capacity(hidden, inner)) < 8:
         return f"8 rows of {max(hidden, inner)} do not fit in shared memory"
     return None
+
+
+def prepare(
+    hidden: int, inner: int, act: ActFormat, rac: bool = False, splice: bool = False
+) -> None:
+    """Compile and load the kernels of a shape for the current GPU, before anything is captured.
+
+    rac, splice: what ``RowCompensation`` will have.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    dtype = torch.float16 if act == "nvfp4" else torch.bfloat16
+    _moe_kernels(device, dtype, hidden, inner, False, rac, splice)
 
 
 def decode_plan(
@@ -191,7 +206,7 @@ def _launches(plan: DecodePlan, hidden: int, inner: int) -> list[tuple[str, int,
         return [("moe_both", plan.rows, _x_row(hidden) + _product_row(inner))]
     suffix, capacity = "", _half_capacity(hidden, inner)
     if plan.form == "few":
-        suffix, capacity = "_few", (2 * FEW_ROWS, 2 * FEW_ROWS)
+        suffix, capacity = "_few", tuple(min(2 * FEW_ROWS, rows) for rows in capacity)
     return [
         (f"moe_up{suffix}", capacity[0], _x_row(hidden)),
         (f"moe_down{suffix}", capacity[1], _product_row(inner)),
@@ -336,4 +351,5 @@ def moe_defines(
     defines = {"FORMAT": "FP16" if dtype == torch.float16 else "BF16"}
     defines |= {"HIDDEN": str(hidden), "INNER": str(inner)} | CONSTANTS
     defines |= {"WITH_RAC": str(int(rac)), "WITH_SPLICE": str(int(splice))}
+    defines["ARGUMENT_BYTES"] = str(ctypes.sizeof(_MoeArguments))
     return defines | {"INSPECT": "1"} if inspect else defines
