@@ -99,11 +99,14 @@ class QuadsMoEMethod(FusedMoEMethodBase):
 
     def _choose_backend(self, experts: int, hidden: int, inner: int) -> bool:
         """Settle this layer's backend, once, by its shape; whether its weights are tiled."""
-        if self.runtime is not None:
+        lists = self.options.compensation if self.runtime is not None else None
+        rac = lists is not None and lists.ratio("w2") > 0
+        splice = lists is not None and lists.splice_count("w2") > 0
+        if lists is not None and lists.splice_weight == "bf16":
             self.backend = general_backend(self.backend)
             return False
         chosen, reason = moe_backend(
-            self.backend, experts, hidden, inner, self.activation, self.options.act
+            self.backend, experts, hidden, inner, self.activation, self.options.act, rac, splice
         )
         if reason is not None:
             logger.info_once(

@@ -60,14 +60,23 @@ def choose_backend(
 
 
 def general_backend(backend: str) -> str:
-    """The backend of layers that have no path of their own in ``backend``: linears."""
+    """The backend of layers without a path of their own in ``backend``: linears, BF16 columns."""
     return "triton" if backend == "hopper" else backend
 
 
 def moe_backend(
-    backend: str, experts: int, hidden: int, inner: int, activation: Activation, act: ActFormat
+    backend: str,
+    experts: int,
+    hidden: int,
+    inner: int,
+    activation: Activation,
+    act: ActFormat,
+    rac: bool = False,
+    splice: bool = False,
 ) -> tuple[str, str | None]:
     """The backend of an MoE layer of this shape, and why it is another than ``backend``, if it is.
+
+    rac, splice: what compensates GEMM2's input, the columns of the FP4 weight.
 
     ``hopper``: its weights are tiled (``weight_tiles``). Its kernels are compiled here.
 
@@ -81,7 +90,7 @@ def moe_backend(
     reason = hopper.why_not_hopper(experts, hidden, inner, activation)
     if reason is not None:
         return general_backend(backend), reason
-    hopper.prepare(hidden, inner, act)
+    hopper.prepare(hidden, inner, act, rac, splice)
     return backend, None
 
 

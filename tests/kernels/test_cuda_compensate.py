@@ -5,6 +5,7 @@ what a GPU has and a CPU has not stands in ``cuda_host/compensate.cpp``.
 """
 
 import ctypes
+import re
 import shutil
 import subprocess
 
@@ -14,19 +15,35 @@ import torch
 from quads_common import format as contract
 from quads_common.compensation.fold import fold
 from quads_common.compensation.operands import InputCompensation, compensated_operands
-from quads_common.kernels import cuda
+from quads_common.kernels import cuda, hopper
+from quads_common.kernels.cuda import nvrtc
+from quads_common.kernels.hopper import moe_defines
 from tests.common.bits import assert_same_bits
 from tests.kernels.compensated_cases import Preset, enlarge_hot, hot_rows
+from tests.kernels.offline import cuobjdump
+from tests.kernels.test_hopper import needs_nvrtc
 
 FOLDER = cuda.__path__[0]
 WIDTHS = (128, 768)
 HEADING = "// ---- the quantizer of `quads_common.quantize`"
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+@needs_nvrtc
+def test_kernels_that_compensate_do_not_spill(tmp_path, monkeypatch):
+    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path))
+    defines = moe_defines(torch.float16, 2048, 768, False, True, True)
+    usage = re.findall(
+        r"Function (\w+):\s+REG:(\d+) STACK:(\d+)",
+        cuobjdump(nvrtc.compile_cubin("moe", "sm_90a", defines), "-res-usage"),
+    )
+    assert {name for name, *_ in usage} == set(hopper.KERNELS)
+    assert all(int(registers) <= 128 and stack == "0" for _, registers, stack in usage), usage
 
 
 @pytest.fixture(scope="module", params=WIDTHS)
 def library(request, tmp_path_factory):
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("cuda")
     with open(f"{FOLDER}/device.cuh") as file:
         _, heading, quantizer = file.read().partition(HEADING)

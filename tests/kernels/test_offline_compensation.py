@@ -38,7 +38,7 @@ def rows(capability, activation, width, rac, hot, exact):
         "CHANNELS": 0 if hot == "none" else 64, "MANY_MASKS": True, "MANY_LISTS": bits,
         "HAS_BITS": bits, "NEXT_CHANNELS": 0 if bits else 32, "NEXT_WIDTH": 768,
         "FOLD_RESIDUAL": not exact, "HOT": hot, "SLOTS": 64, "PACKED": exact, "ROWS": 1,
-        "BLOCKS": blocks,
+        "BLOCKS": blocks, "NEXT_MAY_START": capability == 90 and not bits,
     }  # fmt: skip
     return compile_kernel(
         _compensated.compensate_rows_kernel, arguments, capability, num_warps=blocks // 32
@@ -104,7 +104,12 @@ def test_quantizers_contract_nothing(form, capability):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
     "form",
-    [("none", 2048, True, False), ("silu", 768, True, True), ("none", 12288, False, False)],
+    [
+        ("none", 2048, True, False),
+        ("silu", 768, True, True),
+        ("planes", 768, True, False),
+        ("none", 12288, False, False),
+    ],
     ids=str,
 )
 def test_statistics_contract_nothing(form, capability):

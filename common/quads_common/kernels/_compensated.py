@@ -77,7 +77,7 @@ def compensate_rows_kernel(
     MANY_MASKS: tl.constexpr, MANY_LISTS: tl.constexpr, FOLD_RESIDUAL: tl.constexpr,
     HAS_BITS: tl.constexpr, NEXT_CHANNELS: tl.constexpr, NEXT_WIDTH: tl.constexpr,
     HOT: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, NEXT_MAY_START: tl.constexpr,
 ):  # fmt: skip
     """Activation, then ``operands.compensated_operands`` and ``fold`` of rows.
 
@@ -94,6 +94,8 @@ def compensate_rows_kernel(
     values go: "fold" into part 0, "part" into the last part at their own places, "list" to hot
     [rows, SLOTS], in the order of the list. Rows of skipped slots are left alone.
     """
+    if NEXT_MAY_START:  # it waits for the results itself (sm_90)
+        tl.extra.cuda.gdc_launch_dependents()
     if NEXT_CHANNELS > 0 and tl.program_id(0) < next_lists:
         number = tl.program_id(0).to(tl.int64)
         store_list_bits(next_channels_ptr, next_bits_ptr, number, NEXT_CHANNELS, NEXT_WIDTH)

@@ -190,9 +190,12 @@ def fused_moe_compensated_hopper(
     router = topk_weights.float().contiguous()
     routes = Routes(topk_ids.contiguous(), expert_map, experts)
     row_factor = router if apply_router_weight_on_input else None
+    # As in ``moe``: overlap with the neighbours pays for the shortest kernels only.
+    overlap = plan.form == "few"
     rows = compensate_rows(
-        x, w13_input, row_factor=row_factor, following=_following(w2_input, inner)
-    )
+        x, w13_input, row_factor=row_factor, following=_following(w2_input, inner),
+        next_may_start=overlap,
+    )  # fmt: skip
     assert rows.operand is not None
     product = None
     if gathering.w2 is not None:
@@ -210,7 +213,7 @@ def fused_moe_compensated_hopper(
         aside, gathering, x, product, w13_input, w2_input, routes, None, row_factor, rows.hot_bits,
         rows.next_bits,
     )  # fmt: skip
-    out = sum_slots_triton(slots, routes, x.dtype)
+    out = sum_slots_triton(slots, routes, x.dtype, early=overlap and product is None)
     aside.join()
     return out
 

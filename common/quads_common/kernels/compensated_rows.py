@@ -68,12 +68,13 @@ def compensate_rows(
     routes: Routes | None = None,
     hot_bits: torch.Tensor | None = None,
     following: tuple[torch.Tensor, int] | None = None,
+    next_may_start: bool = False,
 ) -> CompensatedRows:
     """The operands of rows, with the lists of their experts (``routes``) or those of group 0.
 
-    x, activation, row_factor, routes: as in ``rows.quantize_rows``. exact: the parts of two or
-        three products instead of one folded operand. packed: codes and scales too. operand: False:
-        these alone, and a list of hot values whatever their columns are.
+    x, activation, row_factor, routes, next_may_start: as in ``rows.quantize_rows``.
+    exact: the parts of two or three products instead of one folded operand. packed: codes and
+        scales too. operand: False: these alone, and a list of hot values whatever their columns.
     hot_bits: ``list_bits`` of these lists, if they are there. following: channel lists and width of
         a later input; the same launch makes its bits.
 
@@ -132,7 +133,7 @@ def compensate_rows(
     if rows and width:
         _launch(
             x, compensation, exact, activation, row_factor, routes, width, values, row_scale, hot,
-            stored, hot_bits, makes_bits, following, next_bits,
+            stored, hot_bits, makes_bits, following, next_bits, next_may_start,
         )  # fmt: skip
     quantized, residual = (*stored, None, None)[:2]
     parts = Parts(values, row_scale, width, rac, hot_part) if exact else None
@@ -193,6 +194,7 @@ def _launch(
     makes_bits: bool,
     following: tuple[torch.Tensor, int] | None,
     next_bits: torch.Tensor | None,
+    next_may_start: bool,
 ) -> None:
     blocks = max(16, triton.next_power_of_2(width // BLOCK_SIZE))
     tile_rows = max(1, 64 // blocks)
@@ -235,5 +237,5 @@ def _launch(
         HOT=hot_form, SLOTS=triton.next_power_of_2(max(1, slots)), PACKED=bool(codes),
         ROWS=tile_rows, BLOCKS=blocks,
         num_warps=row_warps(tiles, blocks * tile_rows * BLOCK_SIZE),
-        enable_fp_fusion=False,
+        NEXT_MAY_START=next_may_start, enable_fp_fusion=False,
     )  # fmt: skip

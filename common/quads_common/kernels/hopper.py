@@ -29,6 +29,7 @@ __all__ = [
     "decode_experts",
     "decode_plan",
     "list_blocks",
+    "moe_defines",
     "prepare",
     "why_not_hopper",
 ]
@@ -103,11 +104,16 @@ def why_not_hopper(experts: int, hidden: int, inner: int, activation: Activation
     return None
 
 
-def prepare(hidden: int, inner: int, act: ActFormat) -> None:
-    """Compile and load the kernels of a shape for the current GPU, before anything is captured."""
+def prepare(
+    hidden: int, inner: int, act: ActFormat, rac: bool = False, splice: bool = False
+) -> None:
+    """Compile and load the kernels of a shape for the current GPU, before anything is captured.
+
+    rac, splice: what ``RowCompensation`` will have.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     dtype = torch.float16 if act == "nvfp4" else torch.bfloat16
-    _moe_kernels(device, dtype, hidden, inner, False)
+    _moe_kernels(device, dtype, hidden, inner, False, rac, splice)
 
 
 def decode_plan(
@@ -200,7 +206,7 @@ def _launches(plan: DecodePlan, hidden: int, inner: int) -> list[tuple[str, int,
         return [("moe_both", plan.rows, _x_row(hidden) + _product_row(inner))]
     suffix, capacity = "", _half_capacity(hidden, inner)
     if plan.form == "few":
-        suffix, capacity = "_few", (2 * FEW_ROWS, 2 * FEW_ROWS)
+        suffix, capacity = "_few", tuple(min(2 * FEW_ROWS, rows) for rows in capacity)
     return [
         (f"moe_up{suffix}", capacity[0], _x_row(hidden)),
         (f"moe_down{suffix}", capacity[1], _product_row(inner)),
@@ -345,4 +351,5 @@ def moe_defines(
     defines = {"FORMAT": "FP16" if dtype == torch.float16 else "BF16"}
     defines |= {"HIDDEN": str(hidden), "INNER": str(inner)} | CONSTANTS
     defines |= {"WITH_RAC": str(int(rac)), "WITH_SPLICE": str(int(splice))}
+    defines["ARGUMENT_BYTES"] = str(ctypes.sizeof(_MoeArguments))
     return defines | {"INSPECT": "1"} if inspect else defines

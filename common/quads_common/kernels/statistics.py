@@ -27,7 +27,7 @@ __all__ = ["Beside", "observe_triton"]
 CHUNK = 128
 # Blocks of a program's tile, and its warps: small ones find room beside a GEMM.
 TILE_BLOCKS = 32
-WARPS = 2
+WARPS = 4
 # Blocks of a row that it holds in registers to find the row's maximum.
 ROW_BLOCKS = 64
 

@@ -38,6 +38,8 @@ struct MoeArguments {
   Compensation compensation;  // of GEMM2's input
 };
 
+static_assert(sizeof(MoeArguments) == ARGUMENT_BYTES, "the launcher knows another structure");
+
 constexpr int CODE_TILE = 2048, SCALE_TILE = 256;
 constexpr int UP_STRIPS = INNER / 16, DOWN_STRIPS = HIDDEN / 32;
 
@@ -444,7 +446,16 @@ DEVICE void one_half(const MoeArguments& A) {
   const u32 barrier = shared_address(&barrier_memory);
   if (tid == 0) barrier_init(barrier, 1);
   let_next_kernel_start();
-  place_experts(A.routes, routing);  // the routes are older than the kernel in front
+  // The routes are older than the kernel in front.
+  const bool few = FEW && A.routes.slots <= 32;
+  FewSlots few_slots;
+  if (few) {
+    few_slots.load(A.routes);
+    const int blocks = few_slots.blocks(A.routes);
+    if (tid == 0) routing.blocks = blocks;
+  } else {
+    place_experts(A.routes, routing);
+  }
   u32 phase = 0;
   for (bool started = false;; started = true) {
     keep_inside(x);
@@ -460,8 +471,13 @@ DEVICE void one_half(const MoeArguments& A) {
     }
     __syncthreads();
     if (work.begin >= work.last) return;
-    for (int i = 0; i <= (work.end > work.split); i++)
-      gather_block(A.routes, work.begin / STRIPS + i, routing, block[i]);
+    for (int i = 0; i <= (work.end > work.split); i++) {
+      const int b = work.begin / STRIPS + i;
+      if (few)
+        few_slots.gather_block(A.routes, b, block[i]);
+      else
+        gather_block(A.routes, b, routing, block[i]);
+    }
     if (tid == 0) {
       work.second_row = groups_of_8(block[0].rows) * 8;
       if (work.end > work.split && work.second_row + groups_of_8(block[1].rows) * 8 > A.rows)

@@ -155,3 +155,38 @@ DEVICE void gather_block(const Routes& R, int b, Routing& routing, Block& block)
     __syncthreads();
   }
 }
+
+// The same for at most 32 slots, which a warp sees at a glance: slot `lane` of every warp. Blocks are
+// in the order of their first slots.
+struct FewSlots {
+  int expert;
+  u32 same;  // slots of the same expert
+
+  DEVICE void load(const Routes& R) {
+    expert = local_expert(R, threadIdx.x & 31);
+    same = __match_any_sync(~0u, expert);
+  }
+
+  DEVICE int rank() const { return __popc(same & ((1u << (threadIdx.x & 31)) - 1)); }
+
+  DEVICE u32 first_slots(const Routes& R) const {
+    return __ballot_sync(~0u, expert >= 0 && rank() % R.rows == 0);
+  }
+
+  DEVICE int blocks(const Routes& R) const { return __popc(first_slots(R)); }
+
+  // Block b into shared memory, by all threads; ends with a barrier.
+  DEVICE void gather_block(const Routes& R, int b, Block& block) const {
+    const int lane = threadIdx.x & 31, place = rank() % R.rows;
+    const u32 firsts = first_slots(R);
+    const int first = __fns(same, 0, rank() - place + 1);  // slot of this lane's block
+    if (threadIdx.x < 32 && expert >= 0 && __popc(firsts & ((1u << first) - 1)) == b) {
+      block.slots[place] = lane;
+      if (lane == first) {
+        block.expert = expert;
+        block.rows = min(R.rows, __popc(same) - rank());
+      }
+    }
+    __syncthreads();
+  }
+};
