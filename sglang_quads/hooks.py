@@ -80,16 +80,34 @@ def _hooks() -> dict[str, tuple[tuple[HookType, ...], tuple[Any, ...]]]:
 
 
 def enable_in_server_args(args: Any, *_: Any, **__: Any) -> None:
-    """Switch the method on if the environment says so."""
+    """Switch the method on if the environment says so; refuse what was asked for by name.
+
+    Raises:
+        ValueError: a feature that does not work, or an overriding quantization_config that is no
+            object (SGLang dies of it).
+    """
     if args.quantization is None and enabled_for(args.model_path):
         args.quantization = QUANT_METHOD
     if args.quantization == QUANT_METHOD:
+        check_override(args.json_model_override_args)
+        check_server_args(args)
         # Fusion would put shared experts, which placement keeps, among the quantized ones.
         args.disable_shared_experts_fusion = True
 
 
+def check_override(text: Any) -> None:
+    """Raise ``ValueError`` if ``--json-model-override-args`` holds a wrong quantization_config."""
+    try:
+        override = json.loads(text or "{}")
+    except (TypeError, ValueError):
+        return  # SGLang's own error says so
+    section = override.get("quantization_config") if isinstance(override, dict) else None
+    if section is not None and not isinstance(section, dict):
+        raise ValueError(f"quantization_config must be an object, got {section!r}")
+
+
 def refuse_features(_: Any, args: Any, *__: Any, **___: Any) -> None:
-    """Features that do not work, in the process that the user sees."""
+    """The same for what SGLang chose for this model and machine."""
     if args.quantization == QUANT_METHOD:
         check_server_args(args)
 
@@ -114,17 +132,11 @@ def enabled_for(model_path: Any) -> bool:
 
 
 def enable_in_model_config(config: Any) -> None:
-    """The same for a ``ServerArgs`` that was built without this plugin; note what was asked for.
-
-    Raises:
-        ValueError: the model's quantization_config is no object.
-    """
+    """The same for a ``ServerArgs`` that was built without this plugin; note what was asked for."""
     section = model_section(config)
     if config.quantization is None and section is None and enabled_for(config.model_path):
         config.quantization = QUANT_METHOD
     if config.quantization == QUANT_METHOD:
-        if section is not None and not isinstance(section, dict):
-            raise ValueError(f"quantization_config must be an object, got {section!r}")
         config.quads_requested = True
 
 

@@ -1,7 +1,7 @@
 """The served engine against transformers forwards of the same checkpoint, and against vLLM's bytes.
 
-Three engines answer everything here: W4A4 (with a look inside), W4A16, and unquantized bfloat16,
-which is the floor. The checks of a captured MoE call are those of vLLM's suite.
+Four engines answer everything here: W4A4 (with a look inside), W4A16 in float32 and bfloat16, and
+unquantized bfloat16, which is the floor. The checks of a captured MoE call are those of vLLM's suite.
 """
 
 import pytest
@@ -13,10 +13,11 @@ from tests.sglang.engine import run_engine
 from tests.vllm import reference
 from tests.vllm.test_served_numerics import differences, layer_errors, stored
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.sglang
 
 PROMPTS = 100
 CAPTURED = 12  # sequences in the batch that is looked into
+W4A16 = '{"quantization_config": {"act": "bf16"}}'
 
 
 @pytest.fixture(scope="module")
@@ -51,21 +52,26 @@ def w4a4(run, sequences):
     )
 
 
-@pytest.fixture(scope="module")
-def bf16_reference(arith_moe, sequences):
-    """Unquantized transformers in bfloat16."""
-    return reference.logprobs(reference.load(arith_moe, torch.bfloat16), sequences)
+def test_w4a16_in_float32(arith_moe, sequences, run):
+    """Where SGLang's own rounding does not hide it."""
+    engine = run(quantization="quads_nvfp4", json_model_override_args=W4A16, dtype="float32")
+    model = reference.load(arith_moe, torch.float32)
+    unquantized = reference.logprobs(model, sequences)
+    reference.quantize_weights(model)
+    gap = differences(engine["logprobs"], reference.logprobs(model, sequences))
+    assert gap.mean() <= 1e-4, f"{gap.mean()=}"
+    assert gap.quantile(0.999) <= 1e-2, f"{gap.quantile(0.999)=}"
+    assert differences(engine["logprobs"], unquantized).mean() > 1e-2, "quantization is not seen"
 
 
-def test_w4a16(arith_moe, sequences, run, bf16_reference):
-    override = '{"quantization_config": {"act": "bf16"}}'
-    engine = run(quantization="quads_nvfp4", json_model_override_args=override)
-    floor = differences(run()["logprobs"], bf16_reference).mean()
+def test_w4a16_in_bfloat16(arith_moe, sequences, run):
+    """The floor is unquantized bfloat16 SGLang against bfloat16 transformers."""
+    engine = run(quantization="quads_nvfp4", json_model_override_args=W4A16)
     model = reference.load(arith_moe, torch.bfloat16)
+    floor = differences(run()["logprobs"], reference.logprobs(model, sequences)).mean()
     reference.quantize_weights(model)
     gap = differences(engine["logprobs"], reference.logprobs(model, sequences)).mean()
     assert gap <= 1.5 * floor, f"{gap=} {floor=}"
-    assert differences(engine["logprobs"], bf16_reference).mean() > 3 * floor, "not quantized"
 
 
 def test_w4a4_end_to_end(arith_moe, sequences, w4a4):

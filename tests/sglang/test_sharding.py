@@ -9,7 +9,7 @@ from quads_common.quantize import quantize
 from quads_common.shards import ExpertShards
 from tests.sglang.engine import run_engine
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.sglang
 
 ALL_LINEARS = '{"quantization_config": {"targets": "all"}}'
 

@@ -14,7 +14,7 @@ from quads_common.fingerprint import differing, fingerprint
 from quads_common.quantize import quantize
 from tests.sglang.engine import run_engine
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.sglang
 
 UPDATES = 20
 
