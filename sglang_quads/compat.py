@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 __all__ = [
-    "OLDEST",
     "NEWEST",
+    "OLDEST",
     "add_quantization_method",
     "answers_for_all_ranks",
     "checked_model",
@@ -38,9 +38,9 @@ __all__ = [
     "missing",
     "parallelism_info",
     "resolve_target",
+    "update_targets",
     "updated_model",
     "updated_model_config",
-    "update_targets",
     "version",
     "warn_of_untested_version",
 ]

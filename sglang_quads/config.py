@@ -45,9 +45,7 @@ def options_of(quantization_config: dict[str, Any]) -> QuadsOptions:
     """
     in_model = {k: v for k, v in quantization_config.items() if k != "packed_modules_mapping"}
     in_environment = {k: v for k, v in environment_options().items() if k not in SWITCHES}
-    return merge_options(
-        {"quantization_config": in_model, ENVIRONMENT_VARIABLE: in_environment}
-    )
+    return merge_options({"quantization_config": in_model, ENVIRONMENT_VARIABLE: in_environment})
 
 
 class QuadsNvfp4Config(QuantizationConfig):

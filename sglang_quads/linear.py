@@ -87,9 +87,7 @@ class QuadsLinearMethod(LinearMethodBase):
             self.options.global_scale_rule,
         )
         loader = LinearLoader(units, parts, input_size, k_rank)
-        layer.weight.weight_loader = lambda param, loaded_weight, loaded_shard_id=None: (
-            loader.load(loaded_weight, loaded_shard_id)
-        )
+        layer.weight.weight_loader = weight_loader(loader)
         layer.quads_units = (units,)
         layer.quads_loader = loader
         layer.quads_names = tuple(f"{name}.weight" for name in self.members)
@@ -150,9 +148,21 @@ def linear_parts(
         ranks = (rank, kv_rank, kv_rank)  # fewer kv heads than ranks: several hold the same ones
         return {
             part: LinearPart(rows, full, part_rank)
-            for part, rows, full, part_rank in zip("qkv", partition_sizes, sizes, ranks, strict=True)
+            for part, rows, full, part_rank in zip(
+                "qkv", partition_sizes, sizes, ranks, strict=True
+            )
         }
     if isinstance(layer, MergedColumnParallelLinear):
         pairs = zip(partition_sizes, layer.output_sizes, strict=True)
         return {str(i): LinearPart(rows, full, rank) for i, (rows, full) in enumerate(pairs)}
     return {"weight": LinearPart(sum(partition_sizes), output_size, rank)}
+
+
+def weight_loader(loader: LinearLoader) -> Any:
+    """The parameter's loader, with the signature of SGLang's."""
+
+    def load(param: nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id: Any = None) -> None:
+        """``param`` is never read or written."""
+        loader.load(loaded_weight, loaded_shard_id)
+
+    return load

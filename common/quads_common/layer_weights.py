@@ -142,9 +142,7 @@ def weight_counts(model: nn.Module, kept: Callable[[nn.Module], bool]) -> dict[s
         quantized += 1
         for units in group:
             before += units.packed.numel() * 2 * torch.bfloat16.itemsize
-            after += sum(
-                t.nbytes for t in (units.packed, units.block_scale, units.global_scale)
-            )
+            after += sum(t.nbytes for t in (units.packed, units.block_scale, units.global_scale))
         named = module.named_parameters(recurse=False)
         packed |= {id(p) for name, p in named if not name.endswith("bias")}
     other = sum(p.nbytes for p in model.parameters() if id(p) not in packed)

@@ -202,9 +202,7 @@ class ExpertLoader:
                 return False
             full, piece = self.pieces[shard_id]
             check_incoming(matrix, full, source)
-            (self.w2 if shard_id == "w2" else self.w13).load(
-                unit, shard_id, matrix, source, piece
-            )
+            (self.w2 if shard_id == "w2" else self.w13).load(unit, shard_id, matrix, source, piece)
         return True
 
     def load_stack(self, stack: torch.Tensor, shard_id: str, source: str) -> None:

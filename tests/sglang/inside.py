@@ -1,8 +1,8 @@
 """What the tests do inside a scheduler process, where the model is.
 
-SGLang calls a ``--custom-weight-loader`` as ``run(model, named_tensors)`` in every rank when tensors
-are "updated" with its name as the load format. The only name that comes is a JSON object: which
-function of this module to call, with what, and where to save what it returns.
+SGLang calls a ``--custom-weight-loader`` as ``run(model, named_tensors)`` in every rank when
+tensors are "updated" with its name as the load format. The only name that comes is a JSON object:
+which function of this module to call, with what, and where to save what it returns.
 """
 
 import gc

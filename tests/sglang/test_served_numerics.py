@@ -1,7 +1,8 @@
 """The served engine against transformers forwards of the same checkpoint, and against vLLM's bytes.
 
 Four engines answer everything here: W4A4 (with a look inside), W4A16 in float32 and bfloat16, and
-unquantized bfloat16, which is the floor. The checks of a captured MoE call are those of vLLM's suite.
+unquantized bfloat16, which is the floor. The checks of a captured MoE call are those of vLLM's
+suite.
 """
 
 import pytest

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.vllm.syncing import ORDERS
 from tests.vllm.engine import free_port
+from tests.vllm.syncing import ORDERS
 
 Items = list[tuple[str, torch.Tensor]]
 GROUP = "weight_update_group"
