@@ -25,6 +25,7 @@ from quads_common.weight_tiles import TileLayout
 __all__ = [
     "DecodePlan",
     "Inspection",
+    "RowCompensation",
     "decode_experts",
     "decode_plan",
     "list_blocks",
@@ -64,6 +65,19 @@ class DecodePlan:
 
 
 @dataclass(frozen=True)
+class RowCompensation:
+    """What is folded into GEMM2's operand, of one list for all experts (L = 1) or one for each.
+
+    block_mask: [L, I/16] bool, blocks whose residual is added; None: no RAC. hot_bits: [L, I/16]
+    int32, ``compensated_rows.list_bits``; None: no splice. alpha: factor of the residual.
+    """
+
+    block_mask: torch.Tensor | None
+    hot_bits: torch.Tensor | None
+    alpha: float = 1.0
+
+
+@dataclass(frozen=True)
 class Inspection:
     """What the fused kernel and its halves have between the GEMMs, for tests.
 
@@ -90,11 +104,16 @@ def why_not_hopper(experts: int, hidden: int, inner: int, activation: Activation
     return None
 
 
-def prepare(hidden: int, inner: int, act: ActFormat) -> None:
-    """Compile and load the kernels of a shape for the current GPU, before anything is captured."""
+def prepare(
+    hidden: int, inner: int, act: ActFormat, rac: bool = False, splice: bool = False
+) -> None:
+    """Compile and load the kernels of a shape for the current GPU, before anything is captured.
+
+    rac, splice: what ``RowCompensation`` will have.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     dtype = torch.float16 if act == "nvfp4" else torch.bfloat16
-    _moe_kernels(device, dtype, hidden, inner, False)
+    _moe_kernels(device, dtype, hidden, inner, False, rac, splice)
 
 
 def decode_plan(
@@ -139,23 +158,29 @@ def decode_experts(
     plan: DecodePlan,
     limit: float | None,
     inspection: Inspection | None = None,
+    compensation: RowCompensation | None = None,
+    product: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each slot's (w2 @ product) * router weight, float32 [slots, H]; skipped slots not written.
 
-    operand: the layer's input. w13, w2: tiled. router: [T, k] float32, None: 1.
+    operand: the layer's input. w13, w2: tiled. router: [T, k] float32, None: 1. compensation: of
+    GEMM2's input, W4A4 only. product: [slots, 8, I/8] bf16, receives GEMM2's input before it is
+    quantized, element k of a row at [k % 8, k // 8].
     """
     tokens, top_k = routes.topk_ids.shape
     hidden, inner = w2.shape[1], w2.shape[2]
     slots, device = tokens * top_k, operand.values.device
-    kernels = _moe_kernels(device, operand.values.dtype, hidden, inner, inspection is not None)
+    rac = compensation is not None and compensation.block_mask is not None
+    splice = compensation is not None and compensation.hot_bits is not None
+    kernels = _moe_kernels(
+        device, operand.values.dtype, hidden, inner, inspection is not None, rac, splice
+    )
     stream = torch.cuda.current_stream(device).cuda_stream
     processors = _processors(device)
     out = torch.empty((slots, hidden), dtype=torch.float32, device=device)
     if inspection is not None:
         product = inspection.product
-    elif plan.form == "fused":
-        product = None
-    else:
+    elif product is None and plan.form != "fused":
         product = torch.empty((slots, inner), dtype=torch.bfloat16, device=device)
     arguments = _MoeArguments(
         w13=_pointer(w13.packed), w13_scale=_pointer(w13.block_scale), w2=_pointer(w2.packed),
@@ -163,7 +188,7 @@ def decode_experts(
         w2_global=_pointer(w2.global_scale), x=_pointer(operand.values),
         row_scale=_pointer(operand.row_scale), router=_pointer(router), product=_pointer(product),
         out=_pointer(out), routes=_route_arguments(routes, plan, processors),
-        limit=math.inf if limit is None else limit,
+        limit=math.inf if limit is None else limit, compensation=_compensation(compensation),
     )  # fmt: skip
     if inspection is not None:
         arguments.inspect_y = _pointer(inspection.y)
@@ -179,13 +204,13 @@ def _launches(plan: DecodePlan, hidden: int, inner: int) -> list[tuple[str, int,
     """Kernels in order, with the rows that each holds in shared memory and the bytes of one."""
     if plan.form == "fused":
         return [("moe_both", plan.rows, _x_row(hidden) + _product_row(inner))]
-    suffix, capacity = "", _half_capacity(hidden, inner)
+    suffix, (up_rows, down_rows) = "", _half_capacity(hidden, inner)
     if plan.form == "few":
         suffix = "_few"
-        capacity = min(2 * FEW_ROWS, capacity[0]), min(2 * FEW_ROWS, capacity[1])
+        up_rows, down_rows = min(2 * FEW_ROWS, up_rows), min(2 * FEW_ROWS, down_rows)
     return [
-        (f"moe_up{suffix}", capacity[0], _x_row(hidden)),
-        (f"moe_down{suffix}", capacity[1], _product_row(inner)),
+        (f"moe_up{suffix}", up_rows, _x_row(hidden)),
+        (f"moe_down{suffix}", down_rows, _product_row(inner)),
     ]
 
 
@@ -227,6 +252,18 @@ class _Routes(ctypes.Structure):
     )
 
 
+class _Compensation(ctypes.Structure):
+    """``Compensation`` of compensate.cuh."""
+
+    _fields_ = (
+        ("block_mask", ctypes.c_void_p),
+        ("hot_bits", ctypes.c_void_p),
+        ("mask_stride", ctypes.c_int),
+        ("bits_stride", ctypes.c_int),
+        ("alpha", ctypes.c_float),
+    )
+
+
 class _MoeArguments(ctypes.Structure):
     """``MoeArguments`` of moe.cu."""
 
@@ -242,6 +279,7 @@ class _MoeArguments(ctypes.Structure):
         ("routes", _Routes),
         ("rows", ctypes.c_int),
         ("limit", ctypes.c_float),
+        ("compensation", _Compensation),
     )  # fmt: skip
 
 
@@ -256,6 +294,17 @@ def _route_arguments(routes: Routes, plan: DecodePlan, processors: int) -> _Rout
         routes.num_experts, ids.numel(), ids.shape[1], ids.dtype == torch.int64, plan.rows,
         processors if plan.form == "fused" else 0,
     )  # fmt: skip
+
+
+def _compensation(lists: RowCompensation | None) -> _Compensation:
+    if lists is None:
+        return _Compensation()
+    mask, bits = lists.block_mask, lists.hot_bits
+    for name, tensor in (("block_mask", mask), ("hot_bits", bits)):
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, has strides {list(tensor.stride())}")
+    strides = (0 if t is None or t.shape[0] == 1 else t.shape[1] for t in (mask, bits))
+    return _Compensation(_pointer(mask), _pointer(bits), *strides, lists.alpha)
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
@@ -279,17 +328,29 @@ def _processors(device: torch.device) -> int:
 
 @cache
 def _moe_kernels(
-    device: torch.device, dtype: torch.dtype, hidden: int, inner: int, inspect: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    hidden: int,
+    inner: int,
+    inspect: bool,
+    rac: bool = False,
+    splice: bool = False,
 ) -> dict[str, Kernel]:
     """The kernels of moe.cu for a shape and operands of a dtype, compiled at the first call."""
     with torch.cuda.device(device):
-        cubin = compile_cubin("moe", ARCHITECTURE, moe_defines(dtype, hidden, inner, inspect))
+        cubin = compile_cubin(
+            "moe", ARCHITECTURE, moe_defines(dtype, hidden, inner, inspect, rac, splice)
+        )
         return load_kernels(cubin, [*KERNELS, *(["list_blocks"] if inspect else [])], ALL_SHARED)
 
 
-def moe_defines(dtype: torch.dtype, hidden: int, inner: int, inspect: bool) -> dict[str, str]:
+def moe_defines(
+    dtype: torch.dtype, hidden: int, inner: int, inspect: bool, rac: bool = False,
+    splice: bool = False,
+) -> dict[str, str]:  # fmt: skip
     """What moe.cu is compiled with."""
     defines = {"FORMAT": "FP16" if dtype == torch.float16 else "BF16"}
     defines |= {"HIDDEN": str(hidden), "INNER": str(inner)} | CONSTANTS
+    defines |= {"WITH_RAC": str(int(rac)), "WITH_SPLICE": str(int(splice))}
     defines["ARGUMENT_BYTES"] = str(ctypes.sizeof(_MoeArguments))
     return defines | {"INSPECT": "1"} if inspect else defines

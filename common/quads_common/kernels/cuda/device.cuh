@@ -202,3 +202,7 @@ DEVICE float round_e2m1(float x) {
   float magic = as_float(as_bits(fmaxf(a, 1.0f)) & 0x7F800000u) * 4194304.0f;
   return copysignf((a + magic) - magic, x);
 }
+
+DEVICE u32 larger_magnitude(u32 largest, u32 pair) {  // bits of float32, of a pair of bfloat16
+  return max(largest, max((pair << 16) & 0x7FFF0000u, pair & 0x7FFF0000u));
+}

@@ -10,8 +10,10 @@
 // strips of all blocks spread evenly; moe_up_few and moe_down_few, of blocks of at most 8 slots, also
 // spread K over several warps. The rounding points are those of `quads_common.moe`.
 //
-// Compiled for one shape: HIDDEN and INNER (multiples of 128), FORMAT (BF16 or FP16).
+// Compiled for one shape: HIDDEN and INNER (multiples of 128), FORMAT (BF16 or FP16), WITH_RAC and
+// WITH_SPLICE (0 or 1): what compensates GEMM2's input.
 #include "device.cuh"
+#include "compensate.cuh"
 #include "routes.cuh"
 
 struct MoeArguments {
@@ -24,7 +26,8 @@ struct MoeArguments {
   const u8* x;             // 16-bit operands [T, 8, plane], see `rows.Operand`
   const float* row_scale;  // [T] with FP16, else null
   const float* router;     // [slots] float32, or null: 1
-  u8* product;             // moe_up writes, moe_down reads: bfloat16 [slots, 8, I/8]
+  u8* product;             // moe_up writes, moe_down reads: bfloat16 [slots, 8, I/8]; moe_both
+                           // writes it unless it is null
   float* out;              // [slots, H]
   u8* inspect_y;           // with INSPECT: GEMM1's rounded result, bfloat16 [slots, 2I]
   u8* inspect_operand;     // with INSPECT: GEMM2's operand [slots, 8, I/8]
@@ -32,6 +35,7 @@ struct MoeArguments {
   Routes routes;
   int rows;                // that fit in shared memory: a multiple of 8
   float limit;             // SwiGLU's clamp, infinity for none
+  Compensation compensation;  // of GEMM2's input
 };
 
 static_assert(sizeof(MoeArguments) == ARGUMENT_BYTES, "the launcher knows another structure");
@@ -206,10 +210,6 @@ DEVICE void finish_down(const MoeArguments& A, const float (&acc)[2][TILES][4], 
     }
 }
 
-DEVICE u32 larger_magnitude(u32 largest, u32 pair) {  // bits of float32, of a pair of bfloat16
-  return max(largest, max((pair << 16) & 0x7FFF0000u, pair & 0x7FFF0000u));
-}
-
 // Products of one slot in shared memory, bfloat16 [8, I/8], to float16 code * block scale, in place.
 // One warp; returns the row's scale. As `_quantize.quantize_rows_kernel`.
 DEVICE float quantize_row(u32 row, int lane) {
@@ -274,7 +274,13 @@ DEVICE void quantize_block(const MoeArguments& A, const Block& block, Slots& slo
                            int warp, int lane) {
   for (int row = warp; row < block.rows; row += WARPS) {
     const u32 at = products + row * PRODUCT_ROW;
+#if WITH_RAC || WITH_SPLICE
+    const float scale = compensate_row<INNER / 16, PRODUCT_PLANE, WITH_RAC, WITH_SPLICE>(
+        at, lane, A.compensation.block_mask + block.expert * A.compensation.mask_stride,
+        A.compensation.hot_bits + block.expert * A.compensation.bits_stride, A.compensation.alpha);
+#else
     const float scale = quantize_row(at, lane);
+#endif
     if (lane == 0) slots.down_factor[row] = __fmul_rn(scale, slots.down_factor[row]);
 #ifdef INSPECT
     if (lane == 0) A.inspect_scale[slots.ids[row]] = scale;
@@ -370,6 +376,7 @@ DEVICE void both_halves(const MoeArguments& A) {
             strip_offset<false>(block.expert, next, lane), lane_x);
         finish_up<TILES>(A, acc, slots, block.rows, strip, lane, [&](int slot, int at, u32 pair) {
           store_shared(products + slot * PRODUCT_ROW + at, pair);
+          if (A.product) *(u32*)(A.product + (u64)slots.ids[slot] * PRODUCT_BYTES + at) = pair;
         });
       }
     });
