@@ -3,7 +3,9 @@
 ``emulated`` is plain torch in float32: any device, not inside CUDA graphs. ``triton`` runs on the
 tensor cores of CUDA GPUs from sm_80 on, inside CUDA graphs too. ``hopper`` is ``triton`` with CUDA
 C++ kernels for sm_90 where they are faster: MoE layers of some shapes, up to a few hundred tokens.
-All have the semantics of ``gemm`` and ``moe``; their results differ by the order of summation only.
+``blackwell`` is the same on FP4 tensor cores (sm_100, sm_103, sm_120): compiled and interpreted by
+the tests, never run on one. All have the semantics of ``gemm`` and ``moe``; their results differ by
+the order of summation only.
 
 Not every layer has a path of its own in ``hopper``, and the choice for a layer decides the memory
 order of its weights, so it is made once, when the layer is built (``moe_backend``).
@@ -16,7 +18,7 @@ from quads_common.gemm import ActFormat
 
 __all__ = ["BACKENDS", "choose_backend", "general_backend", "moe_backend"]
 
-BACKENDS = ("auto", "emulated", "hopper", "triton")
+BACKENDS = ("auto", "emulated", "triton", "hopper", "blackwell")
 TRITON_CAPABILITY = (8, 0)
 HOPPER_CAPABILITY = (9, 0)
 
@@ -24,7 +26,8 @@ HOPPER_CAPABILITY = (9, 0)
 def choose_backend(
     requested: str, device_type: str, capability: tuple[int, int] | None = None
 ) -> str:
-    """Name of the backend: "auto" is "emulated" on a CPU, "hopper" on sm_90, else "triton".
+    """Name of the backend; "auto": "emulated" on a CPU, "hopper" on sm_90, "blackwell" on GPUs with
+    native FP4, else "triton".
 
     device_type: "cpu" or "cuda". capability: (major, minor) of the GPU.
 
@@ -38,9 +41,15 @@ def choose_backend(
         raise ValueError(f"no backend for device {device_type!r}: cpu and cuda have one")
     if requested == "emulated" or (requested == "auto" and device_type == "cpu"):
         return "emulated"
+    from quads_common.kernels.blackwell.capability import check_blackwell, has_native_fp4
+
     hopper = capability is not None and tuple(capability) == HOPPER_CAPABILITY
+    native = has_native_fp4(capability)
     if requested == "auto":
-        requested = "hopper" if hopper else "triton"
+        requested = "hopper" if hopper else "blackwell" if native else "triton"
+    if requested == "blackwell":
+        check_blackwell(device_type, capability)
+        return requested
     _check_triton(requested, device_type, capability)
     if requested == "hopper" and not hopper:
         raise ValueError(

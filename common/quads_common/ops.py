@@ -95,6 +95,11 @@ def _layers(backend: str) -> tuple[Callable[..., torch.Tensor], Callable[..., to
         from quads_common.kernels.moe import fused_moe_hopper
 
         return linear_triton, fused_moe_hopper
+    if backend == "blackwell":
+        from quads_common.kernels.blackwell.linear import linear_blackwell
+        from quads_common.kernels.blackwell.moe import fused_moe_blackwell
+
+        return linear_blackwell, fused_moe_blackwell
     raise ValueError(f"backend {backend!r} has no layers: choose_backend returns one that has")
 
 

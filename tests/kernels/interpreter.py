@@ -19,7 +19,7 @@ ORIGINAL_CAST = InterpreterBuilder.cast_impl
 def apply() -> None:
     """Patch the interpreter; twice is once."""
     InterpreterBuilder.cast_impl = _cast
-    InterpreterBuilder.create_fp_to_fp = lambda self, src, dtype, mode=None: _convert(src, dtype)
+    InterpreterBuilder.create_fp_to_fp = lambda self, src, dtype, mode=None: convert(src, dtype)
     InterpreterBuilder.create_dot = _dot
     InterpreterBuilder.create_inline_asm = _inline_asm
 
@@ -35,7 +35,8 @@ def _values(handle: TensorHandle) -> np.ndarray:
     return (handle.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _convert(src: TensorHandle, dtype) -> TensorHandle:
+def convert(src: TensorHandle, dtype) -> TensorHandle:
+    """Between the interpreter's floating types but FP8: to nearest, ties to even."""
     values, scalar = _values(src), dtype.scalar
     if not _is_bf16(scalar):
         return TensorHandle(values.astype(interpreter._get_np_dtype(scalar)), scalar)
@@ -46,7 +47,7 @@ def _convert(src: TensorHandle, dtype) -> TensorHandle:
 
 def _cast(self, src: TensorHandle, dtype) -> TensorHandle:
     if _is_bf16(src.dtype) or _is_bf16(dtype):
-        return _convert(src, dtype)
+        return convert(src, dtype)
     return ORIGINAL_CAST(self, src, dtype)
 
 

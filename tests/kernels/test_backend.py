@@ -26,8 +26,11 @@ ROOT = Path(__file__).parents[2]
         ("auto", "cuda", (9, 0), "hopper"),
         ("hopper", "cuda", (9, 0), "hopper"),
         ("triton", "cuda", (9, 0), "triton"),
-        ("auto", "cuda", (10, 0), "triton"),
         ("triton", "cuda", (12, 0), "triton"),
+        ("auto", "cuda", (12, 1), "triton"),
+        ("auto", "cuda", (10, 0), "blackwell"),
+        ("auto", "cuda", (10, 3), "blackwell"),
+        ("blackwell", "cuda", (12, 0), "blackwell"),
     ],
 )
 def test_choose_backend(requested, device, capability, chosen):
@@ -51,6 +54,8 @@ def test_choose_backend(requested, device, capability, chosen):
         ("auto", "cuda", None, "this GPU's is not known"),
         ("hopper", "cuda", (10, 0), "'hopper' needs a GPU .* sm_90, this one is sm_100"),
         ("hopper", "cpu", None, "backend 'hopper' needs a CUDA GPU"),
+        ("blackwell", "cuda", (9, 0), r"needs a GPU of \['sm_100', .*\], this one is sm_90"),
+        ("blackwell", "cpu", None, "needs a GPU of .*, this one is cpu"),
     ],
 )
 def test_choose_backend_refuses(requested, device, capability, message):
@@ -73,6 +78,16 @@ def test_missing_triton_is_an_error(monkeypatch):
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="needs Triton, which is not installed"):
         choose_backend("auto", "cuda", (9, 0))
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "2.10.0"])
+def test_old_triton_is_no_blackwell(monkeypatch, version):
+    """It would abort the process while it compiles."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "__version__", version)
+    with pytest.raises(RuntimeError, match=rf"needs Triton 3.6 or newer, found {version}; backend"):
+        choose_backend("auto", "cuda", (10, 0))
+    assert choose_backend("triton", "cuda", (10, 0)) == "triton"
 
 
 def test_operators_refuse_unknown_backends():

@@ -22,7 +22,7 @@ from quads_common.format import QuantizedTensor
 __all__ = ["can_compensate", "quads_linear_compensated", "quads_moe_compensated"]
 
 # Backends (``quads_common.backend``) that the operators here run on.
-_BACKENDS = ("emulated", "triton", "triton_exact", "hopper", "hopper_exact")
+_BACKENDS = ("emulated", "triton", "triton_exact", "hopper", "hopper_exact", "blackwell")
 
 
 def can_compensate(backend: str) -> bool:
@@ -126,6 +126,11 @@ def _layers(backend: str) -> tuple[Callable[..., torch.Tensor], Callable[..., to
     """The compensated linear and MoE layer of a backend."""
     if backend == "emulated":
         return linear_compensated, fused_moe_compensated
+    if backend == "blackwell":
+        from quads_common.kernels.blackwell.linear import linear_blackwell
+        from quads_common.kernels.blackwell.moe import fused_moe_blackwell
+
+        return linear_blackwell, fused_moe_blackwell
     if backend in _BACKENDS:
         from quads_common.kernels import compensated
 

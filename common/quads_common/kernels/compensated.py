@@ -30,6 +30,7 @@ __all__ = [
     "fused_moe_compensated_hopper",
     "fused_moe_compensated_triton",
     "linear_compensated_triton",
+    "observe_both",
 ]
 
 
@@ -127,7 +128,7 @@ def fused_moe_compensated_triton(
         layout=GATE_UP if tiled else None,
     )  # fmt: skip
     aside = Beside(x.device)
-    _observe_both(
+    observe_both(
         aside, gathering, x, y, w13_input, w2_input, routes, activation, row_factor, first_bits,
         second_bits,
     )  # fmt: skip
@@ -208,7 +209,7 @@ def fused_moe_compensated_hopper(
         ),
     )  # fmt: skip
     aside = Beside(x.device)
-    _observe_both(
+    observe_both(
         aside, gathering, x, product, w13_input, w2_input, routes, None, row_factor, rows.hot_bits,
         rows.next_bits,
     )  # fmt: skip
@@ -224,7 +225,7 @@ def _following(lists: InputCompensation, width: int) -> tuple[torch.Tensor, int]
     return lists.channels, width
 
 
-def _observe_both(
+def observe_both(
     aside: Beside,
     gathering: Gathering,
     x: torch.Tensor,
