@@ -9,7 +9,7 @@ BIN = $(VENV)/bin
 SGLANG_VENV ?= .venv-sglang
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test compat setup-sglang demo-sglang test-sglang lint clean
+.PHONY: help setup demo test test-trainers compat setup-sglang demo-sglang test-sglang lint clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -25,6 +25,10 @@ demo: setup ## serve a small model through quads_nvfp4 and ask it a few question
 
 test: setup ## run the tests (ARGS="-k name" picks some)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-trainers: ## run the tests with TRL's, verl's and OpenRLHF's own code, in .venv-trainers
+	@$(PYTHON) tools/setup_trainer_env.py
+	.venv-trainers/bin/python -m pytest tests/trainers tests/mismatch $(ARGS)
 
 compat: ## run the sync and sharding tests on the vLLM that OpenRLHF pins (COMPAT=0.29.0)
 	@$(PYTHON) tools/setup_cpu_env.py --venv .venv-compat --engine $(COMPAT)

@@ -32,7 +32,10 @@ VARIANTS = {
 PRECISIONS = {
     "BF16": {},
     "W4A16": {"quantization": "quads_nvfp4", "additional_config": {"quads": {"act": "bf16"}}},
-    "W4A4": {"quantization": "quads_nvfp4"},
+    "W4A4": {
+        "quantization": "quads_nvfp4",
+        "additional_config": {"quads": {"method": "nvfp4"}},
+    },
 }
 
 

@@ -1,5 +1,6 @@
 """``QuadsNvfp4Config``: SGLang's quantization configuration of the method."""
 
+import dataclasses
 import os
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from quads_common.backend import choose_backend
 from quads_common.options import (
+    PLAIN_METHOD,
     QUANT_METHOD,
     QuadsOptions,
     merge_options,
@@ -41,11 +43,19 @@ def options_of(quantization_config: dict[str, Any]) -> QuadsOptions:
     """Options of the model's quantization_config and of the environment as one.
 
     Raises:
-        ValueError: an option error, naming the place and the key.
+        ValueError: an option error, naming the place and the key; or compensation that was asked
+            for by name, which is not wired into SGLang yet.
     """
     in_model = {k: v for k, v in quantization_config.items() if k != "packed_modules_mapping"}
     in_environment = {k: v for k, v in environment_options().items() if k not in SWITCHES}
-    return merge_options({"quantization_config": in_model, ENVIRONMENT_VARIABLE: in_environment})
+    options = merge_options({"quantization_config": in_model, ENVIRONMENT_VARIABLE: in_environment})
+    named = options.method is not None or options.knobs or options.selection_file is not None
+    if options.compensates and named:
+        raise ValueError(
+            f"method {options.preset!r} is not available with SGLang in this version: use method "
+            f"{PLAIN_METHOD!r} without options of compensation"
+        )
+    return options
 
 
 class QuadsNvfp4Config(QuantizationConfig):
@@ -57,6 +67,9 @@ class QuadsNvfp4Config(QuantizationConfig):
     def __init__(self, quantization_config: dict[str, Any] | None = None) -> None:
         super().__init__()
         self.options = options_of(quantization_config or {})
+        self.default_method = self.options.preset
+        if self.options.compensates:  # by default only; ``after_loading`` warns
+            self.options = dataclasses.replace(self.options, method=PLAIN_METHOD)
         self.facts: ModelFacts | None = None
         self.load_format = "auto"
         self.backend = "undecided"

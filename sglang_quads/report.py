@@ -32,7 +32,7 @@ def model_report(model: nn.Module) -> dict[str, Any]:
         raise ValueError("this engine does not use --quantization quads_nvfp4")
     counts = weight_counts(model, lambda module: isinstance(module, LinearBase | FusedMoE))
     return {
-        "method": config.options.method,
+        "method": config.options.preset,
         "act": config.options.act,
         "backend": config.backend,
         **counts,
@@ -40,7 +40,7 @@ def model_report(model: nn.Module) -> dict[str, Any]:
 
 
 def after_loading(model: nn.Module) -> None:
-    """Two INFO lines; an engine that quantized other layers than was asked does not start.
+    """What the log says; an engine that quantized other layers than was asked does not start.
 
     Raises:
         ValueError: no layer was quantized, or a pattern in ``targets`` matches none.
@@ -58,6 +58,13 @@ def after_loading(model: nn.Module) -> None:
             f"targets {list(placement.targets)} with ignore {list(placement.ignore)} choose no "
             "layer of this model, so nothing would be quantized"
         )
+    if config.options.preset != config.default_method:
+        logger.warning(
+            "quads_nvfp4: the default method %r is not available with SGLang in this version: "
+            "serving method %r",
+            config.default_method,
+            config.options.preset,
+        )
     if config.load_format == "dummy":
         fill_dummies(all_units(model))
     for module in model.modules():
@@ -65,7 +72,7 @@ def after_loading(model: nn.Module) -> None:
             module.quads_serving = True
     logger.info(
         "quads_nvfp4: method %s, act %s, targets %s, backend %s",
-        config.options.method,
+        config.options.preset,
         config.options.act,
         ",".join(placement.targets),
         config.backend,

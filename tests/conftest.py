@@ -13,7 +13,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-OUR_PACKAGES = {"quads_common", "vllm_quads", "sglang_quads"}
+OUR_PACKAGES = {"quads_common", "quads_trainers", "vllm_quads", "sglang_quads"}
 ALLOCATORS = [
     (torch, "empty"),
     (torch, "empty_like"),

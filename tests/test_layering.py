@@ -1,7 +1,7 @@
 """Import rules. They are checked on source text, so they hold without an engine or a GPU.
 
 format <- packing, swizzle, quantize <- gemm, moe      (inside quads_common)
-quads_common <- vllm_quads        quads_common <- sglang_quads
+quads_common <- vllm_quads        quads_common <- sglang_quads        quads_common <- quads_trainers
 """
 
 import ast
@@ -22,12 +22,14 @@ FORBIDDEN = {
         "sglang",
         "vllm_quads",
         "sglang_quads",
+        "quads_trainers",
         "transformers",
     },
-    "vllm_quads": {"common", "sglang", "sglang_quads"},
-    "sglang_quads": {"common", "vllm", "vllm_quads"},
+    "common/quads_trainers": {"common", "vllm", "sglang", "vllm_quads", "sglang_quads"},
+    "vllm_quads": {"common", "sglang", "sglang_quads", "quads_trainers"},
+    "sglang_quads": {"common", "vllm", "vllm_quads", "quads_trainers"},
 }
-PACKAGES = ["quads_common", "vllm_quads", "sglang_quads"]
+PACKAGES = ["quads_common", "quads_trainers", "vllm_quads", "sglang_quads"]
 ENGINE_PACKAGES = ["vllm_quads", "sglang_quads"]
 # Largest E4M3 and largest encodable NVFP4 magnitude: who writes them does scale arithmetic.
 FORMAT_CONSTANTS = {448, 2688}

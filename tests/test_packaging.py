@@ -1,4 +1,4 @@
-"""The wheel holds exactly the three import packages, each with every source file."""
+"""The wheel holds exactly the four import packages, each with every source file."""
 
 import configparser
 import shutil
@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 TREES = {
     "quads_common": "common/quads_common",
+    "quads_trainers": "common/quads_trainers",
     "vllm_quads": "vllm_quads",
     "sglang_quads": "sglang_quads",
 }
@@ -52,6 +53,7 @@ def test_wheel_metadata(wheel):
     entry_points = configparser.ConfigParser()
     entry_points.read_string(wheel.read(files["entry_points.txt"]).decode())
     assert dict(entry_points["vllm.general_plugins"]) == {"quads_nvfp4": "vllm_quads:register"}
+    assert dict(entry_points["verl.plugins"]) == {"quads_nvfp4": "quads_trainers.verl"}
     metadata = wheel.read(files["METADATA"]).decode()
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
 

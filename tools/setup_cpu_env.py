@@ -46,8 +46,7 @@ def main() -> None:
     parser.add_argument("--engine", default=DEFAULT_ENGINE, help="vLLM version: %(default)s")
     arguments = parser.parse_args()
     venv, engine = arguments.venv.absolute(), arguments.engine
-    check_python(PYTHON_VERSION)
-
+    check_python()
     stamp, digest = venv / STAMP, inputs_digest(venv, engine)
     if stamp.is_file() and stamp.read_text() == digest:
         return
@@ -59,10 +58,10 @@ def main() -> None:
     print(f"setup: {venv} is ready after {time.monotonic() - start:.0f} s", flush=True)
 
 
-def check_python(version: tuple[int, int]) -> None:
-    """Exit unless this is that version of Python."""
-    if sys.version_info[:2] != version:
-        wanted = ".".join(map(str, version))
+def check_python() -> None:
+    """Leave with a message unless this is the Python of the pinned wheels."""
+    if sys.version_info[:2] != PYTHON_VERSION:
+        wanted = ".".join(map(str, PYTHON_VERSION))
         sys.exit(
             f"setup needs Python {wanted}, this is {sys.version.split()[0]} ({sys.executable})"
         )

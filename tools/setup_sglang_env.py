@@ -25,7 +25,6 @@ import time
 from pathlib import Path
 
 from setup_cpu_env import (
-    PYTHON_VERSION,
     ROOT,
     STAMP,
     TORCH,
@@ -48,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv-sglang", help="%(default)s")
     arguments = parser.parse_args()
-    check_python(PYTHON_VERSION)
+    check_python()
     venv = arguments.venv.absolute()
     stamp, digest = venv / STAMP, inputs_digest(venv)
     if stamp.is_file() and stamp.read_text() == digest:

@@ -1,8 +1,10 @@
 """``QuadsNvfp4Config``: vLLM's quantization configuration of the method."""
 
+import dataclasses
 import json
+import uuid
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,10 +20,23 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from quads_common.backend import choose_backend
-from quads_common.options import QUANT_METHOD, QuadsOptions, merge_options
+from quads_common.compensation.layers import Runtime
+from quads_common.compensation.ops import can_compensate
+from quads_common.options import (
+    PLAIN_METHOD,
+    QUANT_METHOD,
+    QuadsOptions,
+    check_options,
+    merge_options,
+)
 from quads_common.placement import ModelFacts
+from vllm_quads.compensation import new_runtime
 from vllm_quads.kept import KeptEmbeddingMethod, KeptLinearMethod, refuse_reloads_on_cpu
+from vllm_quads.metrics import MetricsFile
 from vllm_quads.refusals import check_supported
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.utils import WeightsMapper
 
 __all__ = ["ADDITIONAL_CONFIG_KEY", "ADDITIONAL_SOURCE", "QuadsNvfp4Config"]
 
@@ -41,12 +56,19 @@ class QuadsNvfp4Config(QuantizationConfig):
     def __init__(self, raw_options: dict[str, Any] | None = None) -> None:
         super().__init__()
         self.raw_options = dict(raw_options or {})
-        self.options = QuadsOptions.from_dict(self.raw_options, "quantization_config")
+        check_options(self.raw_options, "quantization_config")
+        self.options = QuadsOptions()
         self._ready = False
         self.facts: ModelFacts | None = None
         self.load_format = "auto"
         self.seen: list[str] = []  # checkpoint names of all modules that were decided on
         self.backend = "undecided"
+        self.engine_id = uuid.uuid4().hex  # the same in all processes
+        self.runtime: Runtime | None = None  # of this process; never pickled
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Plain data: each process makes its own tensors."""
+        return {**self.__dict__, "runtime": None}
 
     def get_name(self) -> str:
         """Name of the method."""
@@ -60,6 +82,16 @@ class QuadsNvfp4Config(QuantizationConfig):
     def get_min_capability(cls) -> int:
         """sm_80."""
         return 80
+
+    @staticmethod
+    def get_cache_scale_mapper() -> "WeightsMapper":
+        """No renaming, as without quantization: a BF16 checkpoint holds no KV cache scales.
+
+        vLLM's default tries eight regular expressions on each name of every weight sync.
+        """
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        return WeightsMapper()
 
     @staticmethod
     def get_config_filenames() -> list[str]:
@@ -120,7 +152,12 @@ class QuadsNvfp4Config(QuantizationConfig):
             if not self._decide(prefix):
                 return KeptLinearMethod()
             return QuadsLinearMethod(
-                self.options, prefix, self._members(prefix), self.load_format, self.backend
+                self.options,
+                prefix,
+                self._members(prefix),
+                self.load_format,
+                self.backend,
+                self._runtime(),
             )
         if isinstance(layer, RoutedExperts):
             from vllm_quads.fused_moe import QuadsMoEMethod
@@ -128,7 +165,9 @@ class QuadsNvfp4Config(QuantizationConfig):
             if not self._decide(prefix):
                 refuse_reloads_on_cpu(layer, prefix)
                 return None
-            return QuadsMoEMethod(self.options, layer, prefix, self.load_format, self.backend)
+            return QuadsMoEMethod(
+                self.options, layer, prefix, self.load_format, self.backend, self._runtime()
+            )
         if isinstance(layer, VocabParallelEmbedding):
             if self._decide(prefix):
                 raise ValueError(f"targets names {prefix!r}, but embeddings and lm_head stay BF16")
@@ -153,14 +192,45 @@ class QuadsNvfp4Config(QuantizationConfig):
             current_platform.get_device_capability(),
         )
         check_supported(vllm_config, self.backend, self.options.act)
+        self.options = self._runnable(self.options)
         logger.info_once(
             "quads_nvfp4: method %s, act %s, targets %s, backend %s",
-            self.options.method,
+            self.options.preset,
             self.options.act,
             ",".join(self.options.targets),
             self.backend,
         )
         self._ready = True
+
+    def _runnable(self, options: QuadsOptions) -> QuadsOptions:
+        """The options, if the backend has what they need.
+
+        An engine that was started without naming a method is served plainly, with a WARNING.
+        """
+        if not options.compensates or can_compensate(self.backend):
+            return options
+        if options.method is not None or options.knobs or options.selection_file is not None:
+            raise ValueError(
+                f"method {options.preset!r} is not available on backend {self.backend!r} in this "
+                f"version: use method {PLAIN_METHOD!r} without options of compensation, or backend "
+                "'emulated'"
+            )
+        logger.warning_once(
+            "quads_nvfp4: the default method %r is not available on backend %r in this version: "
+            "serving method %r",
+            options.preset,
+            self.backend,
+            PLAIN_METHOD,
+        )
+        return dataclasses.replace(options, method=PLAIN_METHOD)
+
+    def _runtime(self) -> Runtime | None:
+        """What compensated layers share; None if nothing is compensated."""
+        if self.runtime is None and self.options.compensates:
+            assert self.facts is not None, f"{self.options=}"
+            metrics = MetricsFile(self.engine_id)
+            self.runtime = new_runtime(self.options, get_current_vllm_config(), self.facts, metrics)
+        return self.runtime
 
     def _members(self, prefix: str) -> list[str]:
         """Checkpoint names of what vLLM holds in one layer: q, k, v or gate, up; else itself."""

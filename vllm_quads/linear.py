@@ -1,5 +1,7 @@
 """Linear layers: the parts of a fused group share one global scale and are quantized together."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from vllm.model_executor.layers.linear import (
@@ -9,6 +11,10 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 
+from quads_common.compensation.columns import SiteColumns
+from quads_common.compensation.layers import LayerInput, Runtime
+from quads_common.compensation.ops import quads_linear_compensated
+from quads_common.compensation.site import linear_site
 from quads_common.format import BLOCK_SIZE
 from quads_common.ops import quads_linear
 from quads_common.options import QuadsOptions
@@ -16,6 +22,9 @@ from quads_common.weight_units import Region, WeightUnits, check_incoming
 from vllm_quads.loading import add_quantized_weight, finish_loading, load_themselves
 
 __all__ = ["QuadsLinearMethod"]
+
+# MLA multiplies cached latents with it, which are not the tokens of the forward.
+ROWS_ARE_NO_TOKENS = ("kv_b_proj",)
 
 
 class QuadsLinearMethod(LinearMethodBase):
@@ -28,13 +37,19 @@ class QuadsLinearMethod(LinearMethodBase):
         members: list[str],
         load_format: str,
         backend: str,
+        runtime: Runtime | None = None,
     ) -> None:
-        """members: checkpoint names of the modules that vLLM fuses into ``prefix``."""
+        """members: checkpoint names of the modules that vLLM fuses into ``prefix``.
+
+        runtime: None for plain NVFP4.
+        """
         self.options = options
         self.prefix = prefix
         self.members = members
         self.load_format = load_format
         self.backend = backend
+        self.runtime = runtime if options.compensation.active("linear") else None
+        self.input: LayerInput | None = None
 
     def create_weights(
         self,
@@ -70,17 +85,39 @@ class QuadsLinearMethod(LinearMethodBase):
             self.options.global_scale_rule,
         )
         loader = LinearLoader(units, parts, input_size, extra_weight_attrs["weight_loader"])
+        if self.runtime is not None:
+            self.input = LayerInput(
+                layer,
+                linear_site(
+                    self.prefix,
+                    width=input_size_per_partition,
+                    full_width=input_size,
+                    tp_rank=layer.tp_rank,
+                ),
+                self.runtime,
+                units=1,
+                rows=sum(output_partition_sizes),
+                device=layer.weight.device,
+                counted=self.prefix.rpartition(".")[2] not in ROWS_ARE_NO_TOKENS,
+            )
+            loader.arriving = self.runtime.compensator.weights_arrive
+            loader.columns = self.input.columns
         layer.weight.weight_loader = loader.load
-        load_themselves(layer, [units])
+        load_themselves(layer, [units], self._on_boundary())
+
+    def _on_boundary(self) -> Callable[[], object] | None:
+        return None if self.runtime is None else self.runtime.compensator.end_sync
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Check that all weights came; safe to call any number of times."""
-        finish_loading(layer, self.load_format)
+        finish_loading(layer, self.load_format, self._on_boundary())
 
     def apply(
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[..., K] -> [..., N]."""
+        if self.input is not None:
+            return self._apply_compensated(layer, self.input, x, bias)
         return quads_linear(
             x,
             layer.weight,
@@ -91,12 +128,34 @@ class QuadsLinearMethod(LinearMethodBase):
             self.backend,
         )
 
+    def _apply_compensated(
+        self, layer: nn.Module, given: LayerInput, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        mask, channels, columns = given.selection(layer)
+        countable = x.ndim == 2  # rows of another layout are no list of tokens
+        return quads_linear_compensated(
+            x,
+            layer.weight,
+            layer.weight_scale,
+            layer.weight_global_scale,
+            bias,
+            mask,
+            channels,
+            None if columns is None else columns[0],
+            given.alpha,
+            given.statistics(layer),
+            given.period if countable else 0,
+            given.real_rows(layer, x.shape[0]) if countable else None,
+            self.backend,
+        )
+
 
 class LinearLoader:
     """Takes full checkpoint tensors of a linear group; vLLM's own loader cuts this rank's shard.
 
     parts: shard id as text -> rows of the full, unsharded part. input_size: full K.
-    engine_loader: the layer's ``weight_loader``.
+    engine_loader: the layer's ``weight_loader``. arriving: called before each tensor. columns: see
+    ``SiteColumns``.
     """
 
     def __init__(self, units: WeightUnits, parts: dict[str, int], input_size: int, engine_loader):
@@ -104,6 +163,8 @@ class LinearLoader:
         self.parts = parts
         self.input_size = input_size
         self.engine_loader = engine_loader
+        self.arriving: Callable[[], object] | None = None
+        self.columns: SiteColumns | None = None
 
     def load(self, param: nn.Parameter, loaded_weight: torch.Tensor, loaded_shard_id=None) -> None:
         """The parameter's ``weight_loader``; ``param`` itself is never read or written."""
@@ -113,11 +174,16 @@ class LinearLoader:
             source += f" ({', '.join(parts)})"
         rows = sum(self.parts[part] for part in parts)
         check_incoming(loaded_weight, (rows, self.input_size), source)
+        if self.arriving is not None:
+            self.arriving()
         stage = nn.Parameter(self.units.stage(0), requires_grad=False)
         stage.output_dim, stage.input_dim = 0, 1
         args = () if loaded_shard_id is None else (loaded_shard_id,)
         self.engine_loader(stage, loaded_weight, *args)
-        self.units.arrived(0, parts, loaded_weight, source)
+        if self.columns is None:
+            self.units.arrived(0, parts, loaded_weight, source)
+        else:
+            self.columns.arrived(self.units, 0, parts, loaded_weight, source)
 
     def _parts_of(self, shard_id: str | int | tuple[int, ...] | None) -> list[str]:
         if shard_id is None:

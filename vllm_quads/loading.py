@@ -106,14 +106,24 @@ def refuse_scale(param: nn.Parameter, loaded_weight: torch.Tensor, *args, **kwar
     )
 
 
-def load_themselves(layer: nn.Module, all_units: Sequence[WeightUnits]) -> None:
+def load_themselves(
+    layer: nn.Module,
+    all_units: Sequence[WeightUnits],
+    on_boundary: Callable[[], object] | None = None,
+) -> None:
     """Keep vLLM's layerwise reload away from ``layer``; its boundaries drop incomplete units.
 
-    all_units: empty for a layer that stays BF16.
+    all_units: empty for a layer that stays BF16. on_boundary: called after that.
     """
     if all_units:
         layer.quads_units = tuple(all_units)
-    LAYERWISE_INFO[layer] = SelfLoadingInfo(lambda: report_and_drop(all_units))
+
+    def boundary() -> None:
+        report_and_drop(all_units)
+        if on_boundary is not None:
+            on_boundary()
+
+    LAYERWISE_INFO[layer] = SelfLoadingInfo(boundary)
 
 
 def report_and_drop(all_units: Sequence[WeightUnits]) -> list[str]:
@@ -135,8 +145,12 @@ def report_and_drop(all_units: Sequence[WeightUnits]) -> list[str]:
     return dropped
 
 
-def finish_loading(layer: nn.Module, load_format: str) -> None:
+def finish_loading(
+    layer: nn.Module, load_format: str, on_boundary: Callable[[], object] | None = None
+) -> None:
     """``process_weights_after_loading``: idempotent, every unit must hold weights by now.
+
+    on_boundary: called when they do.
 
     Raises:
         ValueError: units that never got weights, by name.
@@ -152,3 +166,5 @@ def finish_loading(layer: nn.Module, load_format: str) -> None:
                 f"{units.name}: no weights for units {missing} of {units.count}; the checkpoint is "
                 "incomplete"
             )
+    if on_boundary is not None:
+        on_boundary()

@@ -7,9 +7,12 @@
    without occupying ``worker_extension_cls``, which trainers use themselves.
 3. ``EngineCore.reset_prefix_cache``: trainers that call nothing after loading call this; it is the
    boundary at which incomplete units are reported and dropped. Only the scheduler hears of it.
+   ``EngineCore.collective_rpc`` and ``.wake_up``: weight syncs and our worker methods run through
+   them, and where they changed a selection the prefix cache holds results of another model.
 4. ``WorkerWrapperBase.execute_model``, ``.sleep``, ``.wake_up``: after sleep level 2 the weights
-   are gone, and a model must not run on what lies in their place. Every executor but Ray's compiled
-   graphs runs models through this class.
+   are gone, and a model must not run on what lies in their place; and the scheduler's count of
+   tokens says which rows statistics may count. Every executor but Ray's compiled graphs runs models
+   through this class.
 5. ``WorkerWrapperBase.load_model``: says what was quantized, and refuses to serve if nothing was.
 6. ``WorkerWrapperBase.reload_weights``: refuses kernel-format tensors, which vLLM would cast into
    packed codes.
@@ -32,8 +35,17 @@ from vllm_quads.config import (
     QuadsNvfp4Config,
     additional_options,
 )
+from vllm_quads.metrics import publish
+from vllm_quads.prefix_cache import reset_if_changed
 from vllm_quads.report import after_loading, quads_report
-from vllm_quads.sync import mark_lost, quads_end_sync, quads_fingerprints, raise_if_lost
+from vllm_quads.selection import WORKER_METHODS
+from vllm_quads.sync import (
+    mark_lost,
+    quads_end_sync,
+    quads_fingerprints,
+    raise_if_lost,
+    runtime_of,
+)
 
 __all__ = ["ENVIRONMENT_VARIABLE", "apply"]
 
@@ -48,7 +60,7 @@ def apply() -> None:
     """Install them; does nothing the second time."""
     _patch_engine_args()
     _add_worker_methods()
-    _patch_reset_prefix_cache()
+    _patch_engine_core()
     _patch_worker_wrapper()
 
 
@@ -73,6 +85,7 @@ def _patch_engine_args() -> None:
         vllm_config = create_engine(self, *args, **kwargs)
         if isinstance(vllm_config.quant_config, QuadsNvfp4Config):
             vllm_config.quant_config.prepare(vllm_config)
+            publish(vllm_config.quant_config.engine_id)
         return vllm_config
 
     setattr(create_model_config, _PATCHED, True)
@@ -135,24 +148,44 @@ def _complete_hf_overrides(args: EngineArgs) -> None:
 
 
 def _add_worker_methods() -> None:
-    for method in (quads_report, quads_fingerprints, quads_end_sync):
+    for method in (quads_report, quads_fingerprints, quads_end_sync, *WORKER_METHODS):
         if not hasattr(WorkerBase, method.__name__):
             setattr(WorkerBase, method.__name__, method)
 
 
-def _patch_reset_prefix_cache() -> None:
-    original = EngineCore.reset_prefix_cache
-    if hasattr(original, _PATCHED):
+def _patch_engine_core() -> None:
+    reset, rpc, wake = EngineCore.reset_prefix_cache, EngineCore.collective_rpc, EngineCore.wake_up
+    if hasattr(reset, _PATCHED):
         return
 
-    @functools.wraps(original)
+    def ours(core: EngineCore) -> bool:
+        return core.vllm_config.model_config.quantization == QUANT_METHOD
+
+    @functools.wraps(reset)
     def reset_prefix_cache(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
-        if self.vllm_config.model_config.quantization == QUANT_METHOD:
+        if ours(self):
             self.model_executor.collective_rpc("quads_end_sync")
-        return original(self, *args, **kwargs)
+            reset_if_changed(self, reset)
+        return reset(self, *args, **kwargs)
+
+    @functools.wraps(rpc)
+    def collective_rpc(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
+        result = rpc(self, *args, **kwargs)
+        if ours(self):
+            reset_if_changed(self, reset)
+        return result
+
+    @functools.wraps(wake)
+    def wake_up(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
+        result = wake(self, *args, **kwargs)
+        if ours(self):
+            reset_if_changed(self, reset)
+        return result
 
     setattr(reset_prefix_cache, _PATCHED, True)
     EngineCore.reset_prefix_cache = reset_prefix_cache
+    EngineCore.collective_rpc = collective_rpc
+    EngineCore.wake_up = wake_up
 
 
 def _patch_worker_wrapper() -> None:
@@ -165,7 +198,16 @@ def _patch_worker_wrapper() -> None:
         if getattr(self, _WEIGHTS_LOST, False):
             raise_if_lost(self.worker.model_runner.get_model())
             setattr(self, _WEIGHTS_LOST, False)
-        return original(self, *args, **kwargs)
+        runtime = runtime_of(self)
+        if runtime is None:
+            return original(self, *args, **kwargs)
+        scheduled = args[0] if args else kwargs["scheduler_output"]
+        counting = runtime.begin(scheduled.total_num_scheduled_tokens)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            if counting:
+                runtime.end()
 
     def sleep(self: WorkerWrapperBase, level: int = 1) -> None:
         self.worker.sleep(level=level)

@@ -41,7 +41,7 @@ def model_report(model: nn.Module, config: QuadsNvfp4Config) -> dict[str, Any]:
             kept += 1
     other = sum(p.nbytes for p in _unquantized_parameters(model))
     return {
-        "method": config.options.method,
+        "method": config.options.preset,
         "act": config.options.act,
         "backend": config.backend,
         "layers_quantized": quantized,
@@ -72,6 +72,14 @@ def after_loading(worker: Any) -> None:
     for module in worker.model_runner.get_model().modules():
         if isinstance(module, RoutedExperts):
             module._quads_served = True
+    if config.runtime is not None:
+        if not config.runtime.compensator.states:
+            kinds = list(config.options.compensation.compensate)
+            raise ValueError(
+                f"compensate {kinds} with method {config.options.preset!r} names no input of the "
+                "layers that are quantized, so nothing would be compensated"
+            )
+        config.runtime.compensator.loaded()
     before, after = (report[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
     logger.info(
         "quads_nvfp4: %d layers quantized, %d kept, weights %.1f -> %.1f MiB on this rank",

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from quads_common.compensation.layers import Runtime
 from quads_common.weight_units import WeightUnits
 from vllm_quads.loading import report_and_drop
 
@@ -14,6 +15,7 @@ __all__ = [
     "quads_end_sync",
     "quads_fingerprints",
     "raise_if_lost",
+    "runtime_of",
 ]
 
 
@@ -42,7 +44,16 @@ def quads_fingerprints(worker: Any) -> dict[str, list[dict[str, Any]]]:
 
 def quads_end_sync(worker: Any) -> list[str]:
     """Worker method: end whatever sync is going on; returns what was incomplete and dropped."""
-    return report_and_drop(all_units(worker.model_runner.get_model()))
+    dropped = report_and_drop(all_units(worker.model_runner.get_model()))
+    runtime = runtime_of(worker)
+    if runtime is not None:
+        runtime.compensator.end_sync()
+    return dropped
+
+
+def runtime_of(worker: Any) -> Runtime | None:
+    """What the compensated layers of a worker share; None without any, or another method's."""
+    return getattr(worker.vllm_config.quant_config, "runtime", None)
 
 
 def mark_lost(model: nn.Module) -> None:

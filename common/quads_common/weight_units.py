@@ -20,6 +20,7 @@ from quads_common.fingerprint import PartialFingerprint, partial_fingerprint
 from quads_common.format import WEIGHT_AMAX_MAX, GlobalScaleRule, QuantizedTensor
 from quads_common.quantize import quantize, weight_amax
 from quads_common.weight_parts import NO_PIECE, OpenUnit, Piece, Region, check_incoming
+from quads_common.weight_tiles import TileLayout
 
 if TYPE_CHECKING:
     from quads_common.kernels.units import UnitQuantizer
@@ -33,7 +34,7 @@ class WeightUnits:
     name: of the parameter, for messages. parts: names of the parts that make a unit complete.
     packed: [U, N, K/2] uint8, block_scale: [U, N, K/16] float8_e4m3fn, global_scale: [U] float32;
     U units of this rank. They are written in place only. regions: which checkpoint tensors a unit
-    holds.
+    holds. layout: the order in which they are stored; None: canonical.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class WeightUnits:
         global_scale: torch.Tensor,
         regions: Callable[[int], list[Region]],
         rule: GlobalScaleRule = "pow2",
+        layout: TileLayout | None = None,
     ) -> None:
         self.name = name
         self.parts = tuple(parts)
@@ -53,6 +55,7 @@ class WeightUnits:
         self.global_scale = global_scale
         self.regions = regions
         self.rule = rule
+        self.layout = layout
         self.loaded: set[int] = set()  # units that hold weights since the last `forget`
         self._open: dict[int, OpenUnit] = {}
         self._bits = {part: 1 << i for i, part in enumerate(self.parts)}
@@ -168,10 +171,11 @@ class WeightUnits:
         self.loaded.update(range(self.count))
 
     def quantized(self, unit: int) -> QuantizedTensor:
-        """A unit's stored weight [N, K] (views of the storage)."""
-        return QuantizedTensor(
+        """A unit's stored weight [N, K] in canonical order (views of the storage if it is so)."""
+        stored = QuantizedTensor(
             self.packed[unit], self.block_scale[unit], self.global_scale[unit].reshape(())
         )
+        return stored if self.layout is None else self.layout.untile(stored)
 
     def fingerprints(self, unit: int) -> dict[str, list[PartialFingerprint]]:
         """This rank's part of the fingerprint of each checkpoint tensor in a unit, by name.
@@ -194,6 +198,8 @@ class WeightUnits:
         return found
 
     def _write(self, unit: int, q: QuantizedTensor) -> None:
+        if self.layout is not None:
+            q = self.layout.tile(q)
         self.packed[unit].copy_(q.packed)
         self.block_scale[unit].view(torch.uint8).copy_(q.block_scale.view(torch.uint8))
         self.global_scale[unit].copy_(q.global_scale)
@@ -204,7 +210,12 @@ class WeightUnits:
             from quads_common.kernels.units import UnitQuantizer
 
             self._on_gpu = UnitQuantizer(
-                self.packed, self.block_scale, self.global_scale, len(self.parts), self.rule
+                self.packed,
+                self.block_scale,
+                self.global_scale,
+                len(self.parts),
+                self.rule,
+                layout=self.layout,
             )
         return self._on_gpu
 

@@ -6,10 +6,15 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from quads_common import Placement, QuadsOptions
-from quads_common.options import QUANT_METHOD, read_environment_options
+from quads_common.compensation import CompensationOptions
+from quads_common.options import QUANT_METHOD, merge_options, read_environment_options
 
 SOURCE = "--additional-config quads"
-ALL_KEYS = ("method", "act", "targets", "ignore", "global_scale_rule", "backend")
+ALL_KEYS = (
+    *("method", "act", "targets", "ignore", "global_scale_rule", "backend", "selection_file"),
+    *("rac_ratio", "splice_count_w13", "compensate", "min_tokens", "adaptive"),
+)
+METHODS = ("nvfp4", "quads", "foursight", "quads_splice")
 
 
 def refusal(raw: dict) -> str:
@@ -27,9 +32,19 @@ def refusal(raw: dict) -> str:
         ("act", "fp8", ("nvfp4", "bf16")),
         ("act", None, ("nvfp4", "bf16")),
         ("act", ["nvfp4"], ("nvfp4", "bf16")),
-        ("method", "nvfp5", ("nvfp4",)),
-        ("method", "", ("nvfp4",)),
-        ("method", 4, ("nvfp4",)),
+        ("method", "nvfp5", METHODS),
+        ("method", "", METHODS),
+        ("method", 4, METHODS),
+        ("method", ["quads"], METHODS),
+        ("selection_file", 3, ("path",)),
+        ("selection_file", "", ("path",)),
+        ("rac_ratio", 1.5, ("from 0 to 1",)),
+        ("rac_alpha", 0, ("above 0 to 1",)),
+        ("splice_count_w2", -1, ("from 0",)),
+        ("rac_statistic", "variances", ("residual", "variance", "second_moment")),
+        ("compensate", "w13", ("w13", "w2", "linear")),
+        ("sampling_rate", 0, ("above 0 to 1",)),
+        ("adaptive", 1, ("true or false",)),
         ("global_scale_rule", "static", ("pow2", "te")),
         ("global_scale_rule", 2, ("pow2", "te")),
         ("backend", "cutlass", ("auto", "emulated")),
@@ -54,14 +69,51 @@ def test_from_dict_refuses_an_impossible_value(key, value, allowed):
         assert text in message, f"{text!r} not in {message!r}"
 
 
-@pytest.mark.parametrize("method", ["quads", "foursight", "quads_splice"])
-def test_from_dict_refuses_planned_methods_by_name(method):
-    message = refusal({"method": method})
-    for text in (repr(method), "method", "not available", "nvfp4"):
-        assert text in message, f"{text!r} not in {message!r}"
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_its_preset(method):
+    options = QuadsOptions.from_dict({"method": method}, SOURCE)
+    assert options.preset == method
+    assert options.compensation == CompensationOptions.from_preset(method)
+    assert options.compensates == (method != "nvfp4")
 
 
-@pytest.mark.parametrize("key", ["acts", "Method", "rac_ratio", "weight_bits", ""])
+def test_the_default_method_follows_act():
+    assert QuadsOptions().preset == "quads"
+    assert QuadsOptions(act="bf16").preset == "nvfp4"
+
+
+def test_knobs_replace_the_presets_values():
+    raw = {"method": "quads_splice", "rac_ratio": 0.25, "compensate": ["w13"]}
+    found = QuadsOptions.from_dict(raw, SOURCE).compensation
+    assert (found.rac_ratio, found.splice_count_w13, found.compensate) == (0.25, 64, ("w13",))
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"act": "bf16", "method": "quads"}, "method 'quads' compensates quantized activations"),
+        ({"act": "bf16", "rac_ratio": 0.5}, "method 'nvfp4' with {'rac_ratio': 0.5} compensates"),
+        ({"method": "nvfp4", "adaptive": True}, "adaptive true is not allowed with rac_ratio 0"),
+        ({"method": "nvfp4", "selection_file": "x"}, "selection_file 'x' is not allowed with"),
+    ],
+    ids=["method", "knob", "adaptive", "file"],
+)
+def test_options_that_exclude_each_other(raw, message):
+    assert message in refusal(raw)
+    halves = {f"place {i}": {key: value} for i, (key, value) in enumerate(raw.items())}
+    with pytest.raises(ValueError, match="place 0, place 1: ") as error:
+        merge_options(halves)
+    assert message in str(error.value)
+
+
+def test_pairs_are_judged_when_all_places_are_known():
+    places = {"a": {"adaptive": True, "method": "nvfp4"}, "b": {"rac_ratio": 0.25}}
+    assert merge_options(places).compensation.adaptive
+
+
+@pytest.mark.parametrize(
+    "key", ["acts", "Method", "rac_ration", "weight_bits", "knobs", "preset", ""]
+)
 def test_from_dict_refuses_an_unknown_key(key):
     message = refusal({"act": "bf16", key: 1})
     for text in (repr(key), *ALL_KEYS):
@@ -80,7 +132,7 @@ def test_defaults():
     assert (
         options == QuadsOptions() == QuadsOptions.from_dict({"quant_method": QUANT_METHOD}, SOURCE)
     )
-    assert (options.method, options.act, options.targets) == ("nvfp4", "nvfp4", ("auto",))
+    assert (options.method, options.act, options.targets) == (None, "nvfp4", ("auto",))
     assert (options.ignore, options.global_scale_rule, options.backend) == ((), "pow2", "auto")
     assert options.placement == Placement(("auto",), ())
 
@@ -93,11 +145,14 @@ def test_from_dict_takes_a_string_for_a_list_of_one(key):
 def test_from_dict_round_trip():
     raw = {
         "method": "nvfp4",
-        "act": "bf16",
+        "act": "nvfp4",
         "targets": ["experts", "re:.*q_proj"],
         "ignore": ["model.layers.0"],
         "global_scale_rule": "te",
         "backend": "emulated",
+        "selection_file": "s.safetensors",
+        "rac_ratio": 0.25,
+        "compensate": ["w13", "w2"],
     }
     options = QuadsOptions.from_dict(raw, SOURCE)
     assert options.placement == Placement(("experts", "re:.*q_proj"), ("model.layers.0",))

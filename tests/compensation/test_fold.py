@@ -7,7 +7,12 @@ import torch
 
 from quads_common import quantize
 from quads_common.compensation import InputCompensation
-from quads_common.compensation.fold import fold, fold_error_bound, linear_folded
+from quads_common.compensation.fold import (
+    _power_of_two,
+    fold,
+    fold_error_bound,
+    linear_folded,
+)
 from quads_common.compensation.linear import linear_compensated
 from quads_common.compensation.operands import Operands, compensated_operands, product
 from quads_common.format import QuantizedTensor
@@ -124,6 +129,23 @@ def test_rows_of_zeros_and_small_values():
     assert folded.values.isfinite().all() and not folded.values[0].any()
     assert float(folded.values[1, 3] * folded.row_scale[1]) == 2.0
     check_bound(x, weight, lists, "edges")
+
+
+@pytest.mark.parametrize("hot", [[], [3, 77]], ids=["no-channel", "hot-zeros"])
+def test_nothing_hot_moves_nothing(hot):
+    """Small rows too, whose global scale alone would ask for a shift."""
+    x = (activations("normal").float() * 1e-6).to(torch.bfloat16)
+    x[:, [3, 77]] = 0
+    got = fold(compensated_operands(x, compensation(K, None, hot, 16)))
+    want = fold(compensated_operands(x, InputCompensation()))
+    assert_same_bits(got.row_scale, want.row_scale, "row scale")
+    assert torch.equal(got.values, want.values)
+
+
+def test_powers_of_two_are_exact():
+    exponents = torch.arange(-126, 128)
+    want = torch.tensor([2.0**e for e in exponents.tolist()], dtype=torch.float64)
+    assert torch.equal(_power_of_two(exponents).double(), want)
 
 
 @pytest.mark.parametrize("hot", [None, [3, 77]], ids=["rac", "splice-then-rac"])

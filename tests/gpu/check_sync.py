@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -184,15 +185,20 @@ TOGETHER = (
 )
 
 
-def run_parts(out: Path, wanted: list[str]) -> dict[str, Any]:
-    """Each wanted part in its own process, some beside each other; results by name."""
+def run_together(
+    script: str, groups: Iterable[tuple[str, ...]], out: Path, wanted: list[str]
+) -> dict[str, Any]:
+    """Each wanted part of a script in its own process, those of a group beside each other.
+
+    Returns their results by name, and prints the log of those that fail.
+    """
     results: dict[str, Any] = {}
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    for group in TOGETHER:
+    for group in groups:
         running = {}
         for name in (n for n in group if n in wanted):
             log = (out / f"{name.replace(' ', '_')}.log").open("w")
-            command = [sys.executable, __file__, str(out), "--part", name]
+            command = [sys.executable, script, str(out), "--part", name]
             running[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         for name, process in running.items():
             stem = out / name.replace(" ", "_")
@@ -258,7 +264,7 @@ def main() -> None:
         (out / f"{name.replace(' ', '_')}.json").write_text(json.dumps(result))
         return
     wanted = sys.argv[sys.argv.index("--only") + 1 :] if "--only" in sys.argv else list(PARTS)
-    results = run_parts(out, wanted)
+    results = run_together(__file__, TOGETHER, out, wanted)
     found = checks(results)
     for what, holds, figures in found:
         print(f"{'ok  ' if holds else 'FAIL'} {what} {figures}")

@@ -45,6 +45,7 @@ OPTION_ERRORS = {
     "unknown key": ({"rac_ration": 0.5}, "unknown option 'rac_ration'; allowed are ['method', "),
     "act": ({"act": "int4"}, "act 'int4' is not allowed: one of ['nvfp4', 'bf16']"),
     "method": ({"method": "best"}, "method 'best' is not allowed"),
+    "knob": ({"rac_ratio": 2}, "rac_ratio"),
     "rule": ({"global_scale_rule": "max"}, "global_scale_rule 'max' is not allowed"),
     "backend": ({"backend": "marlin"}, "backend 'marlin' is not allowed: one of ['auto', "),
     "targets type": ({"targets": 3}, "targets must be a string or a list of strings, got 3"),
@@ -83,6 +84,8 @@ def cases():
     options = {"act": "bf16", "ignore": "re:.*layers\\.0\\..*"}
     found["override"] = (override(options), None)
     found["environment"] = ({}, options)
+    for method in ("quads", "foursight", "quads_splice"):
+        found[f"compensation, {method}"] = (override({"method": method}), None)
     found["conflict"] = (override({"act": "nvfp4"}), {"act": "bf16"})
     found["same twice"] = (override({"targets": "experts"}), {"targets": ["experts"]})
     found["foreign"] = (override({"quant_method": "compressed-tensors", "format": "nvfp4"}), None)
@@ -142,6 +145,15 @@ def test_refused_features(answers, case):
 def test_options_arrive(answers, way):
     options = answers[way]["options"]
     assert (options["act"], options["ignore"]) == ("bf16", ["re:.*layers\\.0\\..*"])
+
+
+@pytest.mark.parametrize("method", ["quads", "foursight", "quads_splice"])
+def test_compensation_is_refused_by_name(answers, method):
+    """Until it is wired into SGLang; as the mere default it is not."""
+    error = answers[f"compensation, {method}"]["error"]
+    assert f"method {method!r} is not available with SGLang" in error
+    assert "use method 'nvfp4'" in error
+    assert answers["enable"]["error"] == ""
 
 
 def test_conflicting_places(answers):
@@ -216,6 +228,19 @@ def test_preload_allows_server_args(arith_moe):
     assert done.stdout.strip().endswith("quads_nvfp4"), done.stderr[-2000:]
     without = run_python(code.format(""))
     assert "Unknown quantization method: quads_nvfp4" in without.stderr
+
+
+def test_verl_needs_no_line(arith_moe):
+    """verl imports ``quads_trainers.verl`` in each of its processes, and builds ``ServerArgs``."""
+    code = (
+        "import quads_trainers.verl\n"
+        "import sglang.srt.entrypoints.engine\n"
+        "from sglang.srt.server_args import ServerArgs\n"
+        f"print(ServerArgs(model_path={str(arith_moe)!r}, quantization='quads_nvfp4', "
+        "device='cpu', attention_backend='torch_native').quantization)\n"
+    )
+    done = run_python(code)
+    assert done.stdout.strip().endswith("quads_nvfp4"), done.stderr[-2000:]
 
 
 def test_plugins_can_be_left_out():

@@ -102,7 +102,7 @@ def variant(tmp_path_factory):
 
     def make(*arguments: str) -> Path:
         if arguments not in made:
-            target = tmp_path_factory.mktemp("variant")
+            target = tmp_path_factory.mktemp("variant") / "checkpoint"
             script = ARITH_MOE / "make_outliers.py"
             command = [sys.executable, str(script), str(ARITH_MOE), str(target), *arguments]
             subprocess.run(command, check=True)

@@ -181,10 +181,10 @@ def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
     from vllm import LLM
 
-    from tests.vllm.sync_probes import SyncProbes
+    from tests.vllm.compensation_probes import CompensationProbes
 
     llm = LLM(**spec["engine"])
-    probes = SyncProbes(llm)
+    probes = CompensationProbes(llm)
     results = {}
     for name, method, arguments in spec["probes"]:
         results[name] = getattr(probes, method)(*arguments)

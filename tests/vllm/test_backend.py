@@ -32,3 +32,35 @@ def test_float32_activations_have_no_16_bit_operand(on_cuda):
     check_supported(on_cuda, "triton", "nvfp4")
     with pytest.raises(ValueError, match=r"float32 with act bf16 .*backend triton"):
         check_supported(on_cuda, "triton", "bf16")
+
+
+@pytest.fixture
+def unable(monkeypatch, arith_moe):
+    """A method's configuration whose backend cannot compensate, and what it warns of."""
+    from vllm_quads import config as module
+
+    warnings = []
+    monkeypatch.setattr(module, "can_compensate", lambda backend: False)
+    monkeypatch.setattr(module.logger, "warning_once", lambda *a: warnings.append(a[0] % a[1:]))
+    return lambda options: (config(arith_moe, additional_config={"quads": options}), warnings)
+
+
+def test_the_default_method_on_a_backend_that_cannot(unable):
+    """Plain NVFP4, with a WARNING that names what was wanted and what is served."""
+    vllm_config, warnings = unable({})
+    assert vllm_config.quant_config.options.preset == "nvfp4"
+    assert len(warnings) == 1
+    assert "default method 'quads' is not available on backend 'emulated'" in warnings[0]
+    assert "serving method 'nvfp4'" in warnings[0]
+    _, warnings = unable({"method": "nvfp4"})
+    assert len(warnings) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"method": "quads"}, {"method": "foursight"}, {"rac_ratio": 0.25}, {"selection_file": "x"}],
+    ids=["quads", "foursight", "knob", "file"],
+)
+def test_what_was_asked_for_is_refused(unable, options):
+    with pytest.raises(ValueError, match=r"is not available on backend 'emulated'.*: use method"):
+        unable(options)

@@ -42,7 +42,7 @@ def test_kept_experts_refuse_new_weights_on_a_cpu(engine):
 def test_the_log_tells(engine, folder):
     log = (folder / "log.txt").read_text()
     assert "INFO" in log
-    assert "quads_nvfp4: method nvfp4, act nvfp4, targets auto, backend emulated" in log
+    assert "quads_nvfp4: method quads, act nvfp4, targets auto, backend emulated" in log
     assert "quads_nvfp4: 3 layers quantized, 13 kept" in log
     assert "quads_nvfp4: ignore: 'layers.O.mlp' matches no layer of this model" in log
 

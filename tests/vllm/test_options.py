@@ -50,8 +50,18 @@ OVERRIDES = {
         r"unknown option 'rac_ration'; allowed are \['method', 'act'",
     ),
     "act": ({"act": "int4"}, r"act 'int4' is not allowed: one of \['nvfp4', 'bf16'\]"),
-    "method": ({"method": "best"}, r"method 'best' is not allowed: one of \['nvfp4'\]"),
-    "planned": ({"method": "quads"}, r"method 'quads' is not available in this version"),
+    "method": ({"method": "best"}, r"method 'best' is not allowed: one of \['nvfp4', 'quads', "),
+    "ratio": ({"rac_ratio": 1.5}, r"rac_ratio 1.5 is not allowed: a number from 0 to 1"),
+    "kinds": ({"compensate": ["w3"]}, r"compensate \['w3'\] is not allowed: some of \['w13'"),
+    "statistic": ({"splice_statistic": "max"}, r"splice_statistic 'max' is not allowed: one of"),
+    "act and method": (
+        {"act": "bf16", "method": "foursight"},
+        r"method 'foursight' compensates quantized activations, and act 'bf16' quantizes none",
+    ),
+    "nothing to distribute": (
+        {"method": "nvfp4", "adaptive": True},
+        r"adaptive true is not allowed with rac_ratio 0",
+    ),
     "rule": (
         {"global_scale_rule": "max"},
         r"global_scale_rule 'max' is not allowed: one of \['pow2', 'te'\]",
@@ -77,6 +87,25 @@ def test_options_arrive(arith_moe, monkeypatch, way):
     arguments = given(way, options, monkeypatch)
     found = prepared(config(arith_moe, **arguments))
     assert (found.act, found.ignore) == ("bf16", ("re:.*layers\\.0\\..*",))
+
+
+@pytest.mark.parametrize("way", ["hf_overrides", "additional_config", "environment"])
+def test_knobs_arrive(arith_moe, monkeypatch, way):
+    options = {"method": "quads_splice", "rac_ratio": 0.25, "compensate": ["w13"], "adaptive": True}
+    found = prepared(config(arith_moe, **given(way, options, monkeypatch))).compensation
+    assert (found.rac_ratio, found.splice_count_w13, found.adaptive) == (0.25, 64, True)
+    assert found.compensate == ("w13",)
+
+
+@pytest.mark.parametrize(
+    "options, preset",
+    [({}, "quads"), ({"act": "bf16"}, "nvfp4"), ({"method": "nvfp4"}, "nvfp4")],
+    ids=["quads", "act bf16", "named"],
+)
+def test_default_method(arith_moe, options, preset):
+    found = prepared(config(arith_moe, additional_config={"quads": options}))
+    assert found.preset == preset
+    assert found.compensates == (preset != "nvfp4")
 
 
 def test_conflicting_places(arith_moe):

@@ -44,9 +44,16 @@ def run(arith_moe, sequences, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def w4a4(run, sequences):
-    """The default method, looked into."""
+    """Plain W4A4, looked into."""
     calls = ("calls", "moe_calls", [sequences[:CAPTURED]])
-    return run(("report", "report", []), ("units", "units", []), calls, quantization="quads_nvfp4")
+    return run(
+        ("report", "report", []),
+        ("units", "units", []),
+        calls,
+        ("refresh", "error_of", ["quads_refresh"]),
+        quantization="quads_nvfp4",
+        additional_config={"quads": {"method": "nvfp4"}},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -241,3 +248,8 @@ def test_report(w4a4):
     saved = report["bytes_before"] - report["bytes_after"]
     packed = experts // 2 + experts // 16 + 2 * 4 * 16 * 4
     assert saved == experts * 2 - packed, f"{report=}"
+
+
+def test_a_plain_engine_has_nothing_to_refresh(w4a4):
+    message = "ValueError: this engine compensates nothing: it was started with method 'nvfp4'"
+    assert w4a4["refresh"] == message

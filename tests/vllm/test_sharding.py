@@ -141,7 +141,7 @@ def test_fingerprints_equal_the_trainers(request, engine, checkpoint, second_che
 
 def test_a_shard_that_cuts_a_block_is_refused(arith_moe, tmp_path):
     """intermediate size 96 over 4 ranks leaves 24: one and a half blocks."""
-    from vllm_quads.fused_moe import check_sizes
+    from vllm_quads.experts import check_sizes
 
     message = r"layer\.experts: intermediate size 96 over tensor parallel size 4 leaves 24 per rank"
     with pytest.raises(ValueError, match=message):

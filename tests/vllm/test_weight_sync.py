@@ -197,6 +197,7 @@ def test_updates_over_http(arith_moe, second_checkpoint, tmp_path):
         *["--max-model-len=128", "--gpu-memory-utilization=0.2", f"--port={port}"],
         *["--host=127.0.0.1", "--worker-extension-cls=tests.vllm.transfer.Registered"],
         *["--weight-transfer-config", '{"backend": "test_file"}'],
+        *["--additional-config", '{"quads": {"sampling_rate": 1, "min_tokens": 8}}'],
     ]
     env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.getcwd()}
     log = tmp_path / "log.txt"
@@ -225,9 +226,34 @@ def test_updates_over_http(arith_moe, second_checkpoint, tmp_path):
         assert prints(port) == first
         request = {"model": str(arith_moe), "prompt": "347+589=", "temperature": 0, "max_tokens": 6}
         assert post(port, "/v1/completions", request)["choices"][0]["text"] == "936"
+        check_compensation(port, tmp_path)
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(30)
+
+
+def check_compensation(port, folder):
+    """Calibrate the server from a prompt file, save, load, and read its metrics endpoint."""
+    prompts, path = folder / "prompts.jsonl", folder / "selection.safetensors"
+    lines = [json.dumps({"prompt": f"{100 + 3 * i}+{200 + 7 * i}="}) for i in range(30)]
+    prompts.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "vllm_quads.calibrate", f"--url=http://127.0.0.1:{port}"]
+    command += [f"--prompts={prompts}", f"--save={path}", "--max-tokens=4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["applied"], found["sites"]) == (True, 8)
+    assert found["tokens"] >= 30 * 8
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
+        metrics = response.read().decode()
+    site = "model.layers.0.mlp.experts.w13"
+    assert f'vllm:quads_blocks_selected{{site="{site}"}} 0.5' in metrics
+    assert f'vllm:quads_refreshes{{site="{site}"}}' in metrics
+    body = {"method": "quads_load_selection", "args": [str(path)]}
+    assert post(port, "/collective_rpc", body)["results"] == [{"applied": True}]
+    done = subprocess.run([*command, "--prompts=/nowhere"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("calibrate: error: ")
 
 
 def prints(port):

@@ -1,10 +1,10 @@
 """The folded form: q, residual and hot channels in ONE float16 operand, for GPUs without FP4 MMA.
 
 Per row, with g its global scale and k the smallest power-of-two shift that keeps hot channels in
-range (0 without splice)::
+range (0 without splice, and where no hot channel of the row is finite and not 0)::
 
     a = fp16(2^-k * (q + alpha * q_r))     cold channels
-    a = fp16(2^-k * x_hot / g)             hot channels
+    a = fp16(2^-k * x_hot * fl32(1 / g))   hot channels
     y = (a @ W.T) * ((g * 2^k) * s_w)      # W = code * block_scale, exact in float16
 
 So any RAC ratio costs no additional products. Each element is off by at most 2^-11 of itself, or
@@ -30,8 +30,10 @@ __all__ = ["FoldedOperand", "fold", "fold_error_bound", "linear_folded"]
 
 # Hot values are shifted below 2^15; cold ones are below 2^13 anyway. float16 ends at 65504.
 _LARGEST_EXPONENT = 15
+# 2^-k stays a normal float32; a hot channel 2^141 times as large as g becomes infinite.
+_LARGEST_SHIFT = 126
 _ROUNDING = 2.0**-11  # float16, relative, half an ulp
-_DOUBLE_ROUNDING = 2.0**-22  # hot values: float32 first
+_DOUBLE_ROUNDING = 2.0**-22  # hot values: the reciprocal and the product in float32 first
 _SUBNORMAL_ROUNDING = 2.0**-25
 
 
@@ -54,15 +56,16 @@ def fold(operands: Operands) -> FoldedOperand:
     # largest / g < 2^(exponent of largest - exponent of g + 1), from the exponents alone: the
     # quotient itself may overflow.
     shift = torch.frexp(largest).exponent - torch.frexp(scale).exponent + 1 - _LARGEST_EXPONENT
-    shift = shift.clamp(min=0)
-    hot = torch.ldexp(operands.hot, -shift) / scale
-    values = torch.ldexp(values, -shift)
+    counts = largest.isfinite() & (largest > 0)
+    shift = torch.where(counts, shift.clamp(0, _LARGEST_SHIFT), 0)
+    hot = (operands.hot * _power_of_two(-shift)) * (1.0 / scale)
+    values = values * _power_of_two(-shift)
     width = values.shape[1]
     places = torch.where(operands.channels < 0, width, operands.channels).long()
     padded = torch.nn.functional.pad(values, (0, 1)).index_copy(1, places, hot)
     keep = ~channel_mask(operands.channels, width)
     values = torch.where(keep, values, padded[:, :width])
-    return FoldedOperand(values.to(torch.float16), torch.ldexp(scale, shift))
+    return FoldedOperand(values.to(torch.float16), scale * _power_of_two(shift))
 
 
 def fold_error_bound(folded: FoldedOperand, weight: QuantizedTensor) -> torch.Tensor:
@@ -93,3 +96,8 @@ def linear_folded(
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype)
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """2^exponent as float32, exactly; -126 to 127. ``torch.ldexp`` would compute a power."""
+    return ((exponent + 127).int() << 23).view(torch.float32)

@@ -36,8 +36,8 @@ class SiteMetrics:
     groups_ready: float
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers, for an RPC or a metrics exporter."""
-        return asdict(self)
+        """Plain numbers, for an RPC or a metrics exporter; None for NaN, which JSON lacks."""
+        return {k: None if v != v else v for k, v in asdict(self).items()}
 
 
 def refresh_summary(metrics: Sequence[SiteMetrics]) -> str:

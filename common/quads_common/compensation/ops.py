@@ -2,7 +2,13 @@
 
 As ``quads_common.ops``, with selections as data, so that a refresh changes no graph, and with the
 statistics' buffers declared as mutated. Import this module once per process before tracing.
+
+Backends: ``emulated`` computes the exact form in torch; ``triton`` the folded one on tensor cores
+(``fold``), ``triton_exact`` the exact one there.
 """
+
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 
@@ -13,7 +19,15 @@ from quads_common.compensation.operands import InputCompensation
 from quads_common.compensation.statistics import ChannelStatistics
 from quads_common.format import QuantizedTensor
 
-__all__ = ["quads_linear_compensated", "quads_moe_compensated"]
+__all__ = ["can_compensate", "quads_linear_compensated", "quads_moe_compensated"]
+
+# Backends (``quads_common.backend``) that the operators here run on.
+_BACKENDS = ("emulated", "triton", "triton_exact")
+
+
+def can_compensate(backend: str) -> bool:
+    """Whether ``quads_linear_compensated`` and ``quads_moe_compensated`` run on a backend."""
+    return backend in _BACKENDS
 
 
 @torch.library.custom_op("quads::linear_compensated", mutates_args=("statistics",))
@@ -36,8 +50,7 @@ def quads_linear_compensated(
 
     global_scale: one element, any shape. period: 0 counts nothing, whatever ``enabled`` says.
     """
-    _check_backend(backend)
-    return linear_compensated(
+    return _layers(backend)[0](
         x,
         QuantizedTensor(packed, block_scale, global_scale.reshape(())),
         bias,
@@ -81,7 +94,6 @@ def quads_moe_compensated(
     backend: str,
 ) -> torch.Tensor:
     """See ``fused_moe_compensated``; statistics: the buffers of w13's input, then of w2's."""
-    _check_backend(backend)
     half = len(statistics) // 2
     gathering = Gathering(
         ChannelStatistics.of(statistics[:half]),
@@ -89,7 +101,7 @@ def quads_moe_compensated(
         period,
         row_mask,
     )
-    return fused_moe_compensated(
+    return _layers(backend)[1](
         x,
         QuantizedTensor(w13_packed, w13_block_scale, w13_global_scale),
         QuantizedTensor(w2_packed, w2_block_scale, w2_global_scale),
@@ -109,6 +121,17 @@ def _(x, *args):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)
 
 
-def _check_backend(backend: str) -> None:
-    if backend != "emulated":
-        raise ValueError(f"backend {backend!r} cannot compensate: 'emulated' can")
+@cache
+def _layers(backend: str) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+    """The compensated linear and MoE layer of a backend."""
+    if backend == "emulated":
+        return linear_compensated, fused_moe_compensated
+    if backend in ("triton", "triton_exact"):
+        from quads_common.kernels import compensated
+
+        exact = backend == "triton_exact"
+        return (
+            partial(compensated.linear_compensated_triton, exact=exact),
+            partial(compensated.fused_moe_compensated_triton, exact=exact),
+        )
+    raise ValueError(f"backend {backend!r} cannot compensate: {list(_BACKENDS)} can")

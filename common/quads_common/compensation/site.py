@@ -1,11 +1,12 @@
 """``Site``: one compensated GEMM input, and the part of it that a rank holds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quads_common.compensation.options import KINDS
 from quads_common.format import BLOCK_SIZE
 
-__all__ = ["Site"]
+__all__ = ["Site", "linear_site", "moe_sites"]
 
 
 @dataclass(frozen=True)
@@ -61,3 +62,36 @@ class Site:
     def blocks(self) -> int:
         """16-blocks of this rank."""
         return self.width // BLOCK_SIZE
+
+
+def moe_sites(
+    name: str,
+    *,
+    hidden: int,
+    inner: int,
+    tp_size: int,
+    tp_rank: int,
+    experts: Sequence[int],
+    num_experts: int,
+) -> tuple[Site, Site]:
+    """The inputs of w13 and w2 of a rank's routed experts.
+
+    name: the experts module's. hidden: the model's. inner: the rank's intermediate size, one of
+    ``tp_size`` shards (1 with expert parallelism). experts: global ids in the rank's order.
+    """
+    w2 = Site(
+        f"{name}.w2",
+        "w2",
+        inner,
+        inner * tp_size,
+        tp_rank * inner,
+        tuple(experts),
+        num_experts,
+    )
+    return Site(f"{name}.w13", "w13", hidden, hidden), w2
+
+
+def linear_site(name: str, *, width: int, full_width: int, tp_rank: int) -> Site:
+    """The input of a linear layer; width: the rank's K, which is ``full_width`` or a shard."""
+    offset = tp_rank * width if width < full_width else 0
+    return Site(name, "linear", width, full_width, offset)

@@ -102,10 +102,10 @@ def load_rows(
 ):  # fmt: skip
     """Rows, or the activation of rows, rounded to the input's dtype: float32 [ROWS, BLOCKS, 16].
 
-    row: [ROWS] int64. column: [BLOCKS, 16] of the result. inside: [ROWS, BLOCKS, 1].
+    row: [ROWS] int64. column: of the result, [1 or ROWS, BLOCKS, 16]. inside: [ROWS, BLOCKS, 1].
     """
     base = x_ptr + row[:, None, None] * stride_row
-    at = column[None, :, :]
+    at = column
     if ACTIVATION == "silu" or ACTIVATION == "swigluoai":
         if ACTIVATION == "silu":
             gate = tl.load(base + at, mask=inside, other=0.0)
@@ -165,8 +165,8 @@ def quantize_rows_kernel(
     column = block[:, None] * 16 + tl.arange(0, 16)[None, :]
     inside = row_inside[:, None] & (block * 16 < width)[None, :]
     x = load_rows(
-        x_ptr, factor_ptr, stride_row, row, column, inside[:, :, None], width, limit, alpha, beta,
-        ACTIVATION, HAS_LIMIT, HAS_FACTOR,
+        x_ptr, factor_ptr, stride_row, row, column[None, :, :], inside[:, :, None], width, limit,
+        alpha, beta, ACTIVATION, HAS_LIMIT, HAS_FACTOR,
     )  # fmt: skip
     if PRODUCT:
         target = product_ptr + row[:, None, None] * width + column[None, :, :]

@@ -17,6 +17,7 @@ from quads_common.kernels._coding import (
     round_bits_to_bf16,
     weight_global_scale_inv,
 )
+from quads_common.kernels._tiles import pack_tiled, tiled_column, tiled_row
 
 
 @triton.jit
@@ -79,12 +80,22 @@ def wait_for_all(counter_ptr, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
-def store_codes(x, inverse, global_scale, packed_ptr, scale_ptr, block, inside,
-                TILE: tl.constexpr):  # fmt: skip
-    """Quantize blocks [1, TILE, 16] and write them as blocks ``block`` of a unit."""
+def store_codes(x, inverse, global_scale, packed_ptr, scale_ptr, block, inside, TILE: tl.constexpr,
+                ROWS: tl.constexpr, WIDTH: tl.constexpr, TILED: tl.constexpr):  # fmt: skip
+    """Quantize blocks [1, TILE, 16] and write them as blocks ``block`` of a unit [ROWS, WIDTH].
+
+    TILED: "no", or the order of rows of ``weight_tiles`` as ``_tiles.tiled_row`` names it.
+    """
     _, code, scale = quantize_blocks(x, inverse, global_scale)
-    target = packed_ptr + block[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    tl.store(target, pack_codes(code, 1, TILE), mask=inside[None, :, None])
+    if TILED == "no":
+        target = packed_ptr + block[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+        tl.store(target, pack_codes(code, 1, TILE), mask=inside[None, :, None])
+    else:
+        row, column = block // (WIDTH // 16), block % (WIDTH // 16)
+        block = tiled_row(row, 0, ROWS, WIDTH, TILED) + tiled_column(column)
+        words = packed_ptr.to(tl.pointer_type(tl.int32))
+        target = words + block[:, None] * 2 + tl.arange(0, 2)[None, :]
+        tl.store(target, pack_tiled(code.reshape(TILE, 16), TILE), mask=inside[:, None])
     tl.store(scale_ptr + block[None, :], scale.to(tl.uint8), mask=inside[None, :])
 
 
@@ -92,7 +103,7 @@ def store_codes(x, inverse, global_scale, packed_ptr, scale_ptr, block, inside,
 def quantize_unit(
     shard_ptr, stage_ptr, packed_ptr, scale_ptr, inverse, global_scale, first_row,
     PART_ROWS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
-    TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+    TILE: tl.constexpr, PROGRAMS: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
     """Codes of a unit: PART_ROWS rows from ``shard``, those before and behind from the stage."""
     start = tl.program_id(0) * TILE
@@ -100,7 +111,10 @@ def quantize_unit(
     part: tl.constexpr = PART_ROWS * WIDTH // 16
     for at in tl.range(start, part, PROGRAMS * TILE):
         x, block, inside = load_blocks(shard_ptr, STRIDE, at, part, WIDTH // 16, TILE)
-        store_codes(x, inverse, global_scale, packed_ptr, scale_ptr, block + first, inside, TILE)
+        store_codes(
+            x, inverse, global_scale, packed_ptr, scale_ptr, block + first, inside, TILE,
+            ROWS, WIDTH, TILED,
+        )  # fmt: skip
     rest: tl.constexpr = (ROWS - PART_ROWS) * WIDTH // 16
     for at in tl.range(start, rest, PROGRAMS * TILE):
         block = at + tl.arange(0, TILE)
@@ -108,7 +122,10 @@ def quantize_unit(
         block = tl.where(block < first, block, block + part)
         pointer = stage_ptr + block[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
         x = tl.load(pointer, mask=inside[None, :, None], other=0.0).to(tl.float32)
-        store_codes(x, inverse, global_scale, packed_ptr, scale_ptr, block, inside, TILE)
+        store_codes(
+            x, inverse, global_scale, packed_ptr, scale_ptr, block, inside, TILE,
+            ROWS, WIDTH, TILED,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["unit", "mask", "first_row", "row_offset", "block_offset"])
@@ -118,6 +135,7 @@ def take_part_kernel(
     FULL_ROWS: tl.constexpr, FULL_WIDTH: tl.constexpr, STRIDE: tl.constexpr,
     PART_ROWS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
     LAST: tl.constexpr, TE_RULE: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+    TILED: tl.constexpr,
 ):  # fmt: skip
     """Take a part of a unit; LAST: quantize the unit too. Grid: (PROGRAMS,), cooperative if LAST.
 
@@ -127,6 +145,8 @@ def take_part_kernel(
     stage: [ROWS, WIDTH] bfloat16, the parts that came before.
     packed: [U, ROWS, WIDTH/2], scale: [U, ROWS, WIDTH/16] bytes, global: [U] float32.
     amax: int32 [U, PARTS, PROGRAMS], bits of the maxima by part and program. counter: int32 [U].
+
+    TILED: as in ``store_codes``.
 
     A unit with a part whose amax is above WEIGHT_AMAX_MAX, NaN included, is left as it was.
     """
@@ -157,7 +177,7 @@ def take_part_kernel(
             scale_ptr += unit * (ROWS * WIDTH // 16)
             quantize_unit(
                 shard_ptr, stage_ptr, packed_ptr, scale_ptr, inverse, global_scale, first_row,
-                PART_ROWS, ROWS, WIDTH, STRIDE, TILE, PROGRAMS,
+                PART_ROWS, ROWS, WIDTH, STRIDE, TILE, PROGRAMS, TILED,
             )  # fmt: skip
     elif not whole:
         copy_part(shard_ptr, part_stage_ptr, PART_ROWS, WIDTH, STRIDE, TILE, PROGRAMS)

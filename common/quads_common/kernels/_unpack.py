@@ -35,6 +35,33 @@ def _unpack_text(low_shift: int, high_shift: int, mask: int) -> str:
     return "\n".join([*lines, "}"])
 
 
+def _unpack_block_text(fp16: bool) -> str:
+    """PTX for a tiled block: codes $16 (64 bits), scale $17 (16 bits).
+
+    $2j and $2j+1 become codes j and 8 + j times the scale (see ``weight_tiles``).
+    """
+    magnitude = 0x0E00 if fp16 else 0x01C0
+    lines = ["{", ".reg .b32 q<2>, m, s, f;", "mov.b64 {q0, q1}, $16;", "mov.b32 f, {$17, $17};"]
+    if not fp16:
+        lines += [".reg .b32 z;", "mov.b32 z, 0x80008000;"]
+    for j in range(8):
+        word, at = f"q{j // 4}", (9, 6, 3, 0)[j % 4]
+        left = (9 if fp16 else 6) - at
+        sign = (0, 3, 1, 2)[j % 4]
+        lines.append(f"shl.b32 m, {word}, {left};" if left >= 0 else f"shr.u32 m, {word}, {-left};")
+        if left == sign:
+            lines.append(f"and.b32 m, m, {(magnitude | 0x8000) * 0x10001:#010x};")
+        else:
+            lines += [
+                f"and.b32 m, m, {magnitude * 0x10001:#010x};",
+                f"shl.b32 s, {word}, {sign};",
+                "lop3.b32 m, s, 0x80008000, m, 0xEA;",
+            ]
+        lines.append("mul.f16x2 m, m, f;" if fp16 else "fma.rn.bf16x2 m, m, f, z;")
+        lines.append(f"mov.b32 {{${2 * j}, ${2 * j + 1}}}, m;")
+    return "\n".join([*lines, "}"])
+
+
 # The magnitude of a doubled byte's low nibble sits at bits 10..8, the high one's at 14..12.
 UNPACK_FP16 = tl.constexpr(_unpack_text(1, 3, 0x0E00))
 UNPACK_BF16 = tl.constexpr(_unpack_text(-2, 6, 0x01C0))
@@ -43,6 +70,11 @@ MULTIPLY_FP16 = tl.constexpr("mul.f16x2 $0, $1, $2;")
 MULTIPLY_BF16 = tl.constexpr(
     "{\n.reg .b32 z;\nmov.b32 z, 0x80008000;\nfma.rn.bf16x2 $0, $1, $2, z;\n}"
 )
+
+
+UNPACK_BLOCK_FP16 = tl.constexpr(_unpack_block_text(True))
+UNPACK_BLOCK_BF16 = tl.constexpr(_unpack_block_text(False))
+UNPACK_BLOCK_CONSTRAINTS = tl.constexpr("=h," * 16 + "l,h")
 
 
 @triton.jit
@@ -59,6 +91,25 @@ def unpack_words(words, FP16: tl.constexpr):
             dtype=(tl.bfloat16,) * 8,
         )  # fmt: skip
     return unpacked
+
+
+@triton.jit
+def unpack_blocks(codes, scale, FP16: tl.constexpr):
+    """Tiled blocks int64 [...] and scales [...] of ``widen_scale`` to a tuple of 16 products [...].
+
+    Members 2j and 2j + 1 are codes j and 8 + j of each block: code * scale * 2^-14 or 2^-126.
+    """
+    if FP16:
+        products = tl.inline_asm_elementwise(
+            UNPACK_BLOCK_FP16, UNPACK_BLOCK_CONSTRAINTS, [codes, scale], is_pure=True, pack=1,
+            dtype=(tl.float16,) * 16,
+        )  # fmt: skip
+    else:
+        products = tl.inline_asm_elementwise(
+            UNPACK_BLOCK_BF16, UNPACK_BLOCK_CONSTRAINTS, [codes, scale], is_pure=True, pack=1,
+            dtype=(tl.bfloat16,) * 16,
+        )  # fmt: skip
+    return products
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from quads_common.gemm import ACT_FORMATS, ActFormat
 from quads_common.kernels import _gemm
 from quads_common.kernels.route import RoutingTable
 from quads_common.kernels.rows import Operand, quantize_rows
+from quads_common.weight_tiles import TileLayout
 
 __all__ = ["GemmConfig", "grouped_gemm", "linear_config", "linear_triton"]
 
@@ -84,11 +85,13 @@ def grouped_gemm(
     top_k: int = 1,
     bias: torch.Tensor | None = None,
     router_weight: torch.Tensor | None = None,
+    layout: TileLayout | None = None,
 ) -> None:
     """y[slot] = round((acc * (row_scale * global_scale[e]) + bias[e]) * router_weight[slot]).
 
     weight: [E, N, K], contiguous. y: [slots, N], contiguous; written where the table has the slot.
     top_k: slots per row of x. bias: [E, N] or [N]. router_weight: [slots]. Without a table E is 1.
+    layout: of tiled weights; None: canonical order.
     """
     experts, n, width = weight.shape
     if table is None and experts != 1:
@@ -105,12 +108,13 @@ def grouped_gemm(
     if width == 0:
         y.zero_()
         return
+    tiled, word = ("no", torch.int32) if layout is None else (layout.order, torch.int64)
     blocks = triton.cdiv(y.shape[0], config.block_m) if table is None else table.experts.numel()
     nothing = weight.global_scale  # stands for absent arguments, never read
     _gemm.grouped_gemm_kernel[(triton.cdiv(n, config.block_n), blocks)](
         x.values,
         x.row_scale if x.row_scale is not None else nothing,
-        weight.packed.view(torch.int32),
+        weight.packed.view(word),
         weight.block_scale.view(torch.uint8),
         weight.global_scale,
         bias.contiguous() if bias is not None else nothing,
@@ -123,7 +127,7 @@ def grouped_gemm(
         HAS_ROW_SCALE=x.row_scale is not None, HAS_BIAS=bias is not None,
         HAS_ROUTER=router_weight is not None, FP16=x.values.dtype == torch.float16,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SWAP=config.swap,
-        STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
+        STAGES=config.stages, TILED=tiled, num_warps=config.warps, num_stages=config.stages,
         enable_fp_fusion=False,
     )  # fmt: skip
 

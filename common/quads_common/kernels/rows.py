@@ -15,12 +15,14 @@ from quads_common.format import BLOCK_SIZE, INPUT_DTYPES, QuantizedTensor, check
 from quads_common.kernels import _quantize
 from quads_common.kernels.route import Routes
 
-__all__ = ["Operand", "QuantizedRows", "check_dtype", "quantize_rows"]
+__all__ = ["Operand", "QuantizedRows", "check_dtype", "quantize_rows", "row_warps"]
 
 # Largest row that one program holds in registers, in elements.
 MAX_WIDTH = 65536
 # Planes of an operand are whole K tiles of every GEMM configuration: 256 / 8 words.
 PLANE_ALIGNMENT = 32
+# Up to so many programs a GPU is not full: latency counts, not throughput.
+FEW_TILES = 256
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,12 @@ def _launch_rows(
 ) -> None:
     blocks = max(16, triton.next_power_of_2(width // BLOCK_SIZE))
     tile_rows = max(1, 64 // blocks)
-    warps = min(16, max(1, blocks * tile_rows // 32))
+    tiles = triton.cdiv(x.shape[0], tile_rows)
     limit = activation.limit if activation is not None else None
     alpha, beta = (activation.alpha, activation.beta) if activation is not None else (0.0, 0.0)
     values = result.operand.values if result.operand is not None else x
     codes = result.quantized
-    _quantize.quantize_rows_kernel[(triton.cdiv(x.shape[0], tile_rows),)](
+    _quantize.quantize_rows_kernel[(tiles,)](
         x,
         row_factor if row_factor is not None else x,
         result.product if result.product is not None else x,
@@ -151,8 +153,15 @@ def _launch_rows(
         OPERAND=result.operand is not None,
         HAS_IDS=routes is not None,
         HAS_MAP=routes is not None and routes.expert_map is not None,
-        ROWS=tile_rows, BLOCKS=blocks, num_warps=warps, enable_fp_fusion=False,
+        ROWS=tile_rows, BLOCKS=blocks, num_warps=row_warps(tiles, blocks * tile_rows * BLOCK_SIZE),
+        enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def row_warps(tiles: int, elements: int) -> int:
+    """Warps of a program of so many elements: 16 of them a thread, 4 where there are few tiles."""
+    threads = elements // (16 if tiles > FEW_TILES else 4)
+    return min(16, max(1, threads // 32))
 
 
 def check_dtype(x: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from quads_common.format import BLOCK_SIZE, GlobalScaleRule, check_block_aligned
 from quads_common.kernels._coding import WEIGHT_AMAX_MAX_BITS
 from quads_common.kernels._units import take_part_kernel
 from quads_common.weight_parts import Piece
+from quads_common.weight_tiles import TileLayout
 
 __all__ = ["UnitQuantizer"]
 
@@ -47,7 +48,7 @@ class UnitQuantizer:
 
     packed: [U, N, K/2] uint8, block_scale: [U, N, K/16] float8_e4m3fn, global_scale: [U] float32,
     contiguous, on one GPU. programs: of a launch, a power of two; default: two for each
-    multiprocessor.
+    multiprocessor. layout: the order in which units are stored; None: canonical.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class UnitQuantizer:
         parts: int,
         rule: GlobalScaleRule,
         programs: int | None = None,
+        layout: TileLayout | None = None,
     ) -> None:
         for tensor in (packed, block_scale, global_scale):
             if not tensor.is_contiguous():
@@ -67,6 +69,7 @@ class UnitQuantizer:
         self.storage = (packed, block_scale.view(torch.uint8), global_scale)
         self.parts = parts
         self.rule = rule
+        self.layout = layout
         self.programs = programs or _programs(packed.device)
         self._device = packed.get_device()
         self._tables: _Tables | None = None
@@ -145,6 +148,7 @@ class UnitQuantizer:
             "TE_RULE": self.rule == "te",
             "TILE": TILE,
             "PROGRAMS": self.programs,
+            "TILED": "no" if self.layout is None else self.layout.order,
         }
         kernel, grid = take_part_kernel, (self.programs, 1, 1)
         no_stage = packed.new_empty(16, dtype=torch.bfloat16)

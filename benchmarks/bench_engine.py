@@ -1,0 +1,191 @@
+"""Does an engine decode faster with quads_nvfp4 than with vLLM's online FP8?
+
+    python benchmarks/bench_engine.py OUT_FOLDER
+    python benchmarks/bench_engine.py OUT_FOLDER --modes fp8_per_block,quads --sequences 32
+
+A model of Qwen3-30B-A3B's shape (48 layers, 128 experts, top-8), dummy weights, CUDA graphs and
+torch.compile as vLLM sets them, experts chosen uniformly at random in every engine (vLLM's routing
+simulator: dummy weights would send all tokens to the same few). Needs vLLM, this package with its
+entry points, and one GPU; with several, one engine runs on each. Every engine is a process.
+
+"step": milliseconds of a decode step, from the difference of two runs that differ in their output
+length only, median of ``--repeats``; "busy": the share of a decode-only stretch in which a kernel
+ran, from torch's profiler; "/fp8": decode throughput over the fastest FP8 mode's.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKENIZER = ROOT / "examples/models/arith-moe"
+PROMPT_TOKENS = 32
+SHORT, LONG = 16, 80  # output tokens of the two runs
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8_per_tensor": {"quantization": "fp8_per_tensor"},
+    "fp8_per_block": {"quantization": "fp8_per_block"},
+    "w4a16": {"act": "bf16", "method": "nvfp4"},
+    "nvfp4": {"method": "nvfp4"},
+    "quads": {"method": "quads"},
+    "quads_splice": {"method": "quads_splice"},
+    "foursight": {"method": "foursight"},
+}
+
+
+def write_model(folder: Path, layers: int) -> Path:
+    """Configuration of Qwen3-30B-A3B and a tokenizer; no weights."""
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=layers,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+        decoder_sparse_step=1, max_position_embeddings=40960, tie_word_embeddings=False,
+        architectures=["Qwen3MoeForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((TOKENIZER / name).read_text())
+    return folder
+
+
+def generate(llm: Any, sequences: int, tokens: int) -> float:
+    """Seconds of ``tokens`` output tokens for each of ``sequences`` prompts."""
+    from vllm import SamplingParams
+
+    prompts = [
+        {"prompt_token_ids": [(7 * i + j) % 90 + 5 for j in range(PROMPT_TOKENS)]}
+        for i in range(sequences)
+    ]
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    start = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - start
+
+
+def step_time(llm: Any, sequences: int, repeats: int) -> float:
+    """Milliseconds of a decode step."""
+    generate(llm, sequences, SHORT)
+    found = []
+    for _ in range(repeats):
+        short, long = (generate(llm, sequences, n) for n in (SHORT, LONG))
+        found.append((long - short) / (LONG - SHORT) * 1e3)
+    return statistics.median(found)
+
+
+def kernels(llm: Any, sequences: int) -> dict[str, float]:
+    """Milliseconds per decode step of the kernels that take longest, and of all together."""
+    from torch.profiler import ProfilerActivity, profile
+
+    totals = []
+    for tokens in (SHORT, 2 * SHORT):
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+            generate(llm, sequences, tokens)
+        totals.append({e.key[:60]: e.self_device_time_total for e in profiler.key_averages()})
+    per_step = {k: (t - totals[0].get(k, 0.0)) / SHORT / 1e3 for k, t in totals[1].items()}
+    top = sorted(per_step, key=lambda k: -per_step[k])[:12]
+    return {"all": sum(per_step.values()), **{k: per_step[k] for k in top}}
+
+
+def run_mode(mode: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One engine: steps by number of sequences."""
+    from vllm import LLM
+
+    options = dict(OPTIONS[mode])
+    if "method" in options:
+        options = {"quantization": "quads_nvfp4", "additional_config": {"quads": options}}
+    llm = LLM(
+        str(folder), load_format="dummy", dtype="bfloat16", max_model_len=512, seed=0,
+        max_num_seqs=max(arguments.sequences), max_num_batched_tokens=8192,
+        enable_prefix_caching=False, kv_cache_memory_bytes=16 << 30, disable_log_stats=True,
+        **options,
+    )  # fmt: skip
+    result: dict[str, Any] = {}
+    for sequences in arguments.sequences:
+        result[str(sequences)] = step_time(llm, sequences, arguments.repeats)
+        result[f"kernels {sequences}"] = kernels(llm, sequences)
+    return result
+
+
+def run_all(out: Path, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Every mode in a process, one per GPU at a time; what fails shows its log's end."""
+    import torch
+
+    gpus, waiting = torch.cuda.device_count(), list(arguments.modes)
+    running: dict[int, tuple[str, subprocess.Popen]] = {}
+    results: dict[str, Any] = {}
+    while waiting or running:
+        for gpu in range(gpus):
+            if gpu not in running and waiting:
+                mode = waiting.pop(0)
+                log = (out / f"{mode}.log").open("w")
+                environment = {
+                    **os.environ, "CUDA_VISIBLE_DEVICES": str(gpu),
+                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
+                }  # fmt: skip
+                command = [sys.executable, __file__, str(out), "--part", mode, *sys.argv[2:]]
+                process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+                running[gpu] = (mode, process)
+        time.sleep(0.2)
+        for gpu, (mode, process) in list(running.items()):
+            if process.poll() is not None:
+                del running[gpu]
+                if process.returncode == 0:
+                    results[mode] = json.loads((out / f"{mode}.json").read_text())
+                else:
+                    print(f"FAIL {mode}\n{(out / f'{mode}.log').read_text()[-1500:]}", flush=True)
+    return results
+
+
+def show(results: dict[str, Any], sequences: list[int]) -> None:
+    """The table, and the kernels that take longest."""
+    for count in sequences:
+        steps = {mode: r[str(count)] for mode, r in results.items()}
+        fp8 = min((s for m, s in steps.items() if m.startswith("fp8")), default=float("nan"))
+        print(f"\n{count} sequences: step ms, tokens/s, /fp8, busy")
+        for mode, step in steps.items():
+            busy = results[mode][f"kernels {count}"]["all"] / step
+            print(f"{mode:16s} {step:7.2f} {count / step * 1e3:9.0f} {fp8 / step:5.2f} {busy:5.0%}")
+        for mode in steps:
+            top = list(results[mode][f"kernels {count}"].items())[1:9]
+            print(f"{mode}: " + ", ".join(f"{k} {v:.2f}" for k, v in top))
+
+
+def main() -> None:
+    """Run every mode, or the one that ``--part`` names."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--modes", type=lambda s: s.split(","), default=list(OPTIONS))
+    parser.add_argument(
+        "--sequences", type=lambda s: [int(n) for n in s.split(",")], default=[32, 256]
+    )
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--part", choices=OPTIONS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    unknown = sorted(set(arguments.modes) - set(OPTIONS))
+    if unknown:
+        parser.error(f"unknown modes {unknown}; known: {', '.join(OPTIONS)}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    folder = arguments.out / "model"
+    if arguments.part:
+        result = run_mode(arguments.part, folder, arguments)
+        (arguments.out / f"{arguments.part}.json").write_text(json.dumps(result))
+        return
+    folder.mkdir(exist_ok=True)
+    write_model(folder, arguments.layers)
+    results = run_all(arguments.out, folder, arguments)
+    show(results, arguments.sequences)
+    sys.exit(len(results) != len(arguments.modes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""``Compensator``: all compensated inputs of a model on one rank, and what happens at boundaries.
+
+An engine adds its sites when it makes its layers, tells when weights arrive and when a sync ends,
+and offers the public methods to its users. Between two boundaries nothing here changes a list.
+
+A **boundary** is the end of a sync. With BF16 columns (``splice_weight="bf16"``) lists are chosen
+at the latest when a sync's first tensor arrives, because the columns are gathered while the weights
+load, and come into force when the sync ends.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from quads_common.compensation.columns import SiteColumns
+from quads_common.compensation.files import (
+    SavedSelection,
+    SitePart,
+    read_selection_file,
+    restore,
+    snapshot,
+    write_selection_file,
+)
+from quads_common.compensation.metrics import SiteMetrics, refresh_summary
+from quads_common.compensation.options import KINDS, CompensationOptions
+from quads_common.compensation.refresh import SiteState, new_site_state, refresh, refresh_is_due
+from quads_common.compensation.site import Site
+from quads_common.compensation.statistics import copy_into, reset
+
+__all__ = ["Compensator", "Log"]
+
+
+class Log(Protocol):
+    """Where lines go: a ``logging.Logger``."""
+
+    def info(self, message: str, *args: Any) -> None:
+        """A line for every user."""
+
+    def warning(self, message: str, *args: Any) -> None:
+        """What a user should look into."""
+
+
+class Compensator:
+    """The sites of one rank. version: how often a selection changed; metrics: of the last refresh.
+
+    tp_size: the engine's, which selection files belong to. selection_file: to start with.
+    first_rank: the one that writes INFO lines. on_refresh: called with the metrics of each refresh.
+    """
+
+    def __init__(
+        self,
+        options: CompensationOptions,
+        *,
+        tp_size: int,
+        log: Log,
+        selection_file: str | None = None,
+        first_rank: bool = True,
+        on_refresh: Callable[[list[SiteMetrics]], object] | None = None,
+    ) -> None:
+        self.options = options
+        self.tp_size = tp_size
+        self.version = 0
+        self.boundaries = 0
+        self.metrics: list[SiteMetrics] = []
+        self._log = log
+        self._first_rank = first_rank
+        self._on_refresh = on_refresh
+        self._state: dict[str, Any] = {}
+        self._states: dict[str, SiteState] = {}
+        self._columns: dict[str, SiteColumns] = {}
+        self._start_file = selection_file
+        # With BF16 columns: lists of all sites that wait for a sync, and whether they are new.
+        self._chosen: list[dict[str, torch.Tensor]] | None = None
+        self._chosen_differ = False
+        self._loaded = False
+        self._arriving = False
+
+    @property
+    def states(self) -> list[SiteState]:
+        """In the order of the layers."""
+        return list(self._states.values())
+
+    @property
+    def gathers_columns(self) -> bool:
+        """Whether lists can change only while weights load."""
+        return bool(self._columns)
+
+    # What an engine does ------------------------------------------------------------------------
+
+    def add(self, site: Site, device: torch.device) -> SiteState:
+        """The buffers of an input. A name that comes again replaces the earlier site."""
+        state = new_site_state(site, self.options, device)
+        self._states[site.name] = state
+        return state
+
+    def add_columns(self, state: SiteState, units: int, rows: int) -> SiteColumns | None:
+        """The BF16 columns of a site's ``units`` weights of ``rows`` rows; None if not wanted."""
+        slots = state.selection.channels.shape[1]
+        if self.options.splice_weight != "bf16" or slots == 0:
+            return None
+        columns = SiteColumns(state, units, rows, state.selection.channels.device)
+        self._columns[state.site.name] = columns
+        return columns
+
+    def start_counting(self) -> None:
+        """Warm-up is over: real rows are counted from now on."""
+        for state in self.states:
+            state.statistics.enabled.fill_(True)
+
+    def weights_arrive(self) -> None:
+        """Before each tensor of a quantized layer; only a sync's first one does anything."""
+        if self._arriving:
+            return
+        self._arriving = True
+        if not self.gathers_columns:
+            return
+        if not self._loaded:
+            self._restore_start_file()
+            return
+        self.boundaries += 1
+        if self._chosen is None and refresh_is_due(self.boundaries, self.options):
+            self._choose(self._refresh)
+        if self._chosen is not None:
+            for name, lists in zip(self._states, self._chosen, strict=True):
+                if name in self._columns:
+                    self._columns[name].announce(lists)
+
+    def loaded(self) -> None:
+        """The engine's first load is over."""
+        self._arriving = False
+        self._restore_start_file()
+        self._loaded = True
+        self._state = {"start_version": self.version}
+        self._note_state()
+
+    def end_sync(self) -> bool:
+        """A boundary, if weights arrived since the last one; returns whether a list changed."""
+        if not self._arriving:
+            return False
+        self._arriving = False
+        if not self._loaded:
+            return False
+        before = self.version
+        if self.gathers_columns:
+            self._commit()
+        else:
+            self.boundaries += 1
+            if refresh_is_due(self.boundaries, self.options) and self._refresh():
+                self._changed()
+        return self.version != before
+
+    def state(self) -> dict[str, Any]:
+        """What ranks are compared by, without touching the device.
+
+        version and start_version: now and when the engine had loaded. shared: digests of the lists
+        of inputs that no rank shards, which every rank must have alike. calibration_passes: see
+        ``calibration_passes``.
+        """
+        return self._state
+
+    @property
+    def calibration_passes(self) -> int:
+        """How often to run prompts: RAC's blocks are ranked by what the hot channels leave."""
+        chosen = [k for k in KINDS if self.options.ratio(k) and self.options.splice_count(k)]
+        return 2 if chosen else 1
+
+    # What users call ----------------------------------------------------------------------------
+
+    def refresh_now(self) -> dict[str, Any]:
+        """Choose the lists anew from what was counted; ends a sync that is going on.
+
+        Returns "applied" (False if it waits for the next sync), "changed" and "metrics".
+        """
+        before = self.version
+        self.end_sync()
+        if self.gathers_columns:
+            self._choose(self._refresh)
+            self._wait("the refresh")
+        elif self._refresh():
+            self._changed()
+        return {
+            "applied": not self.gathers_columns,
+            "changed": self.version != before,
+            "metrics": [m.to_json() for m in self.metrics],
+        }
+
+    def forget(self) -> None:
+        """Forget statistics and averages; the lists in force stay until the next refresh."""
+        for state in self.states:
+            reset(state.statistics)
+            averages = state.averages
+            for name in ("block", "block_known", "channel", "ready", "tokens"):
+                getattr(averages, name).zero_()
+
+    def save(
+        self,
+        path: str,
+        gather: Callable[[list[SitePart]], Sequence[list[SitePart]] | None],
+    ) -> dict[str, Any] | None:
+        """Write the selection file of all ranks; returns path and inputs, None elsewhere.
+
+        Lists that wait for a sync are saved in place of those in force.
+
+        gather: every rank's parts on the rank that writes, None on the others.
+        """
+        in_force = self._put(self._chosen) if self._chosen is not None else None
+        parts = [snapshot(state) for state in self.states]
+        if in_force is not None:
+            self._put(in_force)
+        everyone = gather(parts)
+        if everyone is None:
+            return None
+        together = [part for parts in everyone for part in parts]
+        write_selection_file(path, together, tp_size=self.tp_size, options=self.options)
+        return {"path": path, "inputs": len({part.site.name for part in together})}
+
+    def load(self, path: str) -> dict[str, Any]:
+        """Take over a selection file; "applied" is False if it waits for the next sync.
+
+        Raises:
+            ValueError: the file does not fit this engine; nothing was changed.
+            OSError: it cannot be read.
+        """
+        saved = read_selection_file(path)
+        self.end_sync()
+        if self.gathers_columns:
+            self._choose(lambda: self._restore(saved))
+            self._wait(path)
+        else:
+            self._restore(saved)
+            self._changed()
+        return {"applied": not self.gathers_columns}
+
+    # How ----------------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        self.version += 1
+        if self._loaded:
+            self._note_state()
+
+    def _note_state(self) -> None:
+        shared = [s for s in self.states if s.site.shards == 1 and s.site.num_groups == 1]
+        self._state |= {
+            "version": self.version,
+            "shared": {s.site.name: s.selection.checksum() for s in shared},
+            "calibration_passes": self.calibration_passes,
+        }
+
+    def _info(self, message: str, *args: Any) -> None:
+        if self._first_rank:
+            self._log.info(f"quads_nvfp4: {message}", *args)
+
+    def _wait(self, what: str) -> None:
+        self._info(
+            "BF16 columns exist only while weights load: %s takes effect with the next sync", what
+        )
+
+    def _refresh(self) -> bool:
+        """Returns whether a list changed."""
+        self.metrics = refresh(self.states, self.options)
+        self._info("selections refreshed: %s", refresh_summary(self.metrics))
+        if self._on_refresh is not None:
+            self._on_refresh(self.metrics)
+        return any(m.blocks_overlap < 1 or m.channels_overlap < 1 for m in self.metrics)
+
+    def _restore(self, saved: SavedSelection) -> bool:
+        restore(saved, self.states, tp_size=self.tp_size, options=self.options)
+        self._info("selections of %s", saved.path)
+        return True
+
+    def _restore_start_file(self) -> None:
+        if self._start_file is not None:
+            path, self._start_file = self._start_file, None
+            self._restore(read_selection_file(path))
+            self._changed()
+
+    def _choose(self, write_lists: Callable[[], bool]) -> None:
+        """Run what writes new lists; keep them for the next sync and the old ones in force."""
+        in_force = self._put(None)
+        self._chosen_differ = write_lists()
+        self._chosen = self._put(in_force)
+
+    def _put(self, lists: list[dict[str, torch.Tensor]] | None) -> list[dict[str, torch.Tensor]]:
+        """Write the lists of all sites, if any; returns those that were there."""
+        selections = [state.selection.buffers() for state in self.states]
+        old = [_clones(buffers) for buffers in selections]
+        for buffers, new in zip(selections, lists or [], strict=False):
+            for name, tensor in buffers.items():
+                tensor.copy_(new[name])
+        return old
+
+    def _commit(self) -> None:
+        chosen, self._chosen = self._chosen, None
+        if chosen is None:
+            return
+        late = []
+        for (name, state), lists in zip(self._states.items(), chosen, strict=True):
+            columns = self._columns.get(name)
+            if columns is None:
+                copy_into(state.selection.buffers(), lists, name)
+            elif not columns.commit():
+                late.append(name)
+        if self._chosen_differ:
+            self._changed()
+        if late:
+            self._log.warning(
+                "quads_nvfp4: %d inputs keep their hot channels, because the sync did not bring "
+                "all of their weights: %s",
+                len(late),
+                ", ".join(late[:4]) + (", ..." if len(late) > 4 else ""),
+            )
+
+
+def _clones(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in buffers.items()}

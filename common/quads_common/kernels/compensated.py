@@ -1,0 +1,170 @@
+"""Compensated layers on tensor cores: ``compensation.linear`` and ``compensation.moe`` in Triton.
+
+Two forms of one definition (``operands.product``): ``folded``, residual and hot channels of the FP4
+weight in the one float16 operand of the plain GEMM (``compensation.fold`` states the error), and
+``exact``, one product for each. Hot channels with BF16 columns are a product of their own in both.
+
+As in the plain layers nothing synchronizes with the host and grids depend on shapes only. Rows are
+counted on a second stream, beside the GEMMs.
+"""
+
+from functools import partial
+
+import torch
+
+from quads_common.activation import Activation
+from quads_common.compensation.moe import Gathering
+from quads_common.compensation.operands import InputCompensation
+from quads_common.compensation.statistics import ChannelStatistics
+from quads_common.format import QuantizedTensor
+from quads_common.kernels.compensated_gemm import compensated_gemm, exact_config
+from quads_common.kernels.compensated_rows import compensate_rows
+from quads_common.kernels.gemm import GemmConfig, linear_config
+from quads_common.kernels.moe import MoeConfig, moe_config
+from quads_common.kernels.route import Routes, make_table, sum_slots_triton
+from quads_common.kernels.statistics import Beside, observe_triton
+from quads_common.moe import check_shapes
+
+__all__ = ["form_config", "fused_moe_compensated_triton", "linear_compensated_triton"]
+
+
+def linear_compensated_triton(
+    x: torch.Tensor,
+    weight: QuantizedTensor,
+    bias: torch.Tensor | None = None,
+    *,
+    compensation: InputCompensation,
+    statistics: ChannelStatistics | None = None,
+    period: int = 1,
+    row_mask: torch.Tensor | None = None,
+    exact: bool = False,
+    config: GemmConfig | None = None,
+) -> torch.Tensor:
+    """See ``compensation.linear.linear_compensated``. config: default by the number of rows."""
+    if len(weight.shape) != 2 or weight.per_token:
+        raise ValueError(f"weight must be one [N, K] matrix, got {list(weight.shape)}")
+    if x.shape[-1] != weight.shape[-1]:
+        raise ValueError(f"x has K = {x.shape[-1]}, the weight has K = {weight.shape[-1]}")
+    rows = x.reshape(-1, x.shape[-1])
+    stacked = QuantizedTensor(
+        weight.packed.unsqueeze(0), weight.block_scale.unsqueeze(0), weight.global_scale.reshape(1)
+    )
+    columns = compensation.columns
+    lists = InputCompensation(
+        compensation.block_mask,
+        compensation.channels,
+        None if columns is None else columns.unsqueeze(0),
+        compensation.alpha,
+    )
+    y = x.new_empty((rows.shape[0], weight.shape[0]))
+    config = form_config(config or linear_config(rows.shape[0]), lists, exact)
+    quantized = compensate_rows(rows, lists, exact=exact)
+    aside = Beside(x.device)
+    if statistics is not None:
+        mask = None if row_mask is None else row_mask.reshape(-1)
+        aside.run(
+            partial(
+                observe_triton, statistics, rows, compensation, period, row_mask=mask,
+                hot_bits=quantized.hot_bits,
+            )
+        )  # fmt: skip
+    compensated_gemm(quantized, lists, stacked, y, config=config, bias=bias)
+    aside.join()
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def fused_moe_compensated_triton(
+    x: torch.Tensor,
+    w13: QuantizedTensor,
+    w2: QuantizedTensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    w13_input: InputCompensation,
+    w2_input: InputCompensation,
+    gathering: Gathering | None = None,
+    activation: Activation | None = None,
+    expert_map: torch.Tensor | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    exact: bool = False,
+    config: MoeConfig | None = None,
+) -> torch.Tensor:
+    """See ``compensation.moe.fused_moe_compensated``. config: default by the number of tokens."""
+    activation = activation or Activation()
+    gathering = gathering or Gathering()
+    tokens, top_k = topk_ids.shape
+    check_shapes(x, w13, w2, topk_weights, topk_ids, activation)
+    if apply_router_weight_on_input and top_k != 1:
+        raise ValueError(f"apply_router_weight_on_input needs top_k = 1, got {top_k}")
+    if tokens == 0:
+        return torch.empty_like(x)
+    router = topk_weights.contiguous()
+    row_factor = router if apply_router_weight_on_input else None
+    routes = Routes(topk_ids.contiguous(), expert_map, w13.shape[0])
+    config = config or moe_config(tokens, top_k, w13.shape[0])
+    first = form_config(config.gemm1, w13_input, exact)
+    second = form_config(config.gemm2, w2_input, exact)
+    table = make_table(routes, first.block_m)
+    following = None
+    if w2_input.channels is not None and w2_input.channels.shape[1]:
+        following = w2_input.channels, w2.shape[2]
+    rows = compensate_rows(x, w13_input, exact=exact, row_factor=row_factor, following=following)
+    first_bits, second_bits = rows.hot_bits, rows.next_bits
+    y = x.new_empty((tokens * top_k, w13.shape[1]))
+    compensated_gemm(rows, w13_input, w13, y, config=first, table=table, top_k=top_k, bias=w13_bias)
+    aside = Beside(x.device)
+    if gathering.w13 is not None or gathering.w2 is not None:
+        aside.run(
+            partial(
+                _observe_both, gathering, x, y, w13_input, w2_input, routes, activation, row_factor,
+                first_bits, second_bits,
+            )
+        )  # fmt: skip
+    rows = compensate_rows(
+        y, w2_input, exact=exact, routes=routes, activation=activation, hot_bits=second_bits
+    )
+    if second.block_m != table.block_m:
+        table = make_table(routes, second.block_m)
+    slots = torch.empty((tokens * top_k, x.shape[1]), dtype=torch.float32, device=x.device)
+    compensated_gemm(
+        rows, w2_input, w2, slots, config=second, table=table, bias=w2_bias,
+        router_weight=None if apply_router_weight_on_input else router,
+    )  # fmt: skip
+    aside.join()
+    return sum_slots_triton(slots, routes, x.dtype)
+
+
+def _observe_both(
+    gathering: Gathering,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    w13_input: InputCompensation,
+    w2_input: InputCompensation,
+    routes: Routes,
+    activation: Activation,
+    row_factor: torch.Tensor | None,
+    first_bits: torch.Tensor | None,
+    second_bits: torch.Tensor | None,
+) -> None:
+    period, row_mask = gathering.period, gathering.row_mask
+    if gathering.w13 is not None:
+        observe_triton(
+            gathering.w13, x, w13_input, period, row_mask=row_mask, row_factor=row_factor,
+            hot_bits=first_bits,
+        )  # fmt: skip
+    if gathering.w2 is not None:
+        observe_triton(
+            gathering.w2, y, w2_input, period, row_mask=row_mask, routes=routes,
+            activation=activation, hot_bits=second_bits,
+        )  # fmt: skip
+
+
+def form_config(config: GemmConfig, lists: InputCompensation, exact: bool) -> GemmConfig:
+    """The tile for a form: the plain one where it is one product."""
+    parts = 1
+    if exact:
+        parts += lists.block_mask is not None
+        parts += lists.channels is not None and lists.columns is None
+    return config if parts == 1 else exact_config(config, parts)

@@ -1,0 +1,227 @@
+"""Quantizer of compensated activations: ``compensation.operands`` and ``fold`` in one pass.
+
+Selections are read from the device by the kernel, so a refresh between two replays of a captured
+graph takes effect in the second.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-untyped]
+
+from quads_common.activation import Activation
+from quads_common.compensation.operands import InputCompensation
+from quads_common.format import BLOCK_SIZE, QuantizedTensor, check_block_aligned
+from quads_common.kernels import _compensated
+from quads_common.kernels.route import Routes
+from quads_common.kernels.rows import MAX_WIDTH, PLANE_ALIGNMENT, Operand, check_dtype, row_warps
+
+__all__ = ["CompensatedRows", "Parts", "compensate_rows", "list_bits"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The operands of the exact form, products of which are summed apart.
+
+    values: [rows, P, 8, plane], each part as ``Operand.values``: code * block scale; with RAC that
+        of the residual, 0 outside the selected blocks; with splice and the FP4 weight's columns
+        the hot values, 0 elsewhere. float16, or with hot values the activations' dtype; exact.
+    row_scale: [rows] float32. width: K. rac, hot: which of the parts there are.
+    """
+
+    values: torch.Tensor
+    row_scale: torch.Tensor
+    width: int
+    rac: bool
+    hot: bool
+
+
+@dataclass(frozen=True)
+class CompensatedRows:
+    """What ``compensate_rows`` was asked for; the rest is None.
+
+    operand: of the folded form. parts: of the exact form. hot: [rows, C] values of the hot channels
+        for BF16 columns, in x's dtype, 0 where the list has -1.
+    quantized, residual: codes and scales; of the residual 0 outside the selected blocks.
+    hot_bits: ``list_bits`` of the channels. next_bits: those of ``following``.
+    """
+
+    operand: Operand | None = None
+    parts: Parts | None = None
+    hot: torch.Tensor | None = None
+    quantized: QuantizedTensor | None = None
+    residual: QuantizedTensor | None = None
+    hot_bits: torch.Tensor | None = None
+    next_bits: torch.Tensor | None = None
+
+
+def compensate_rows(
+    x: torch.Tensor,
+    compensation: InputCompensation,
+    *,
+    exact: bool = False,
+    packed: bool = False,
+    activation: Activation | None = None,
+    row_factor: torch.Tensor | None = None,
+    routes: Routes | None = None,
+    hot_bits: torch.Tensor | None = None,
+    following: tuple[torch.Tensor, int] | None = None,
+) -> CompensatedRows:
+    """The operands of rows, with the lists of their experts (``routes``) or those of group 0.
+
+    x, activation, row_factor, routes: as in ``rows.quantize_rows``. exact: the parts of two or
+        three products instead of one folded operand. packed: codes and scales too.
+    hot_bits: ``list_bits`` of these lists, if they are there. following: channel lists and width of
+        a later input; the same launch makes its bits.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes that do not fit; BF16 columns, or hot values in the
+            exact form, of activations for which these products would not be exact.
+    """
+    check_dtype(x)
+    if activation is not None and row_factor is not None:
+        raise ValueError("row_factor applies to the layer's input, not to an activation")
+    gated = activation is not None and activation.gated
+    rows, width = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
+    check_block_aligned(width, f"activations {list(x.shape)}")
+    if width > MAX_WIDTH:
+        raise ValueError(f"rows of {width} elements are too long: at most {MAX_WIDTH}")
+    lists = 1 if routes is None else routes.num_experts
+    _check_lists(compensation, lists, width)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    rac = compensation.block_mask is not None
+    channels = compensation.channels
+    slots = 0 if channels is None else channels.shape[1]
+    spliced = slots > 0
+    listed = spliced and compensation.columns is not None
+    hot_part = spliced and exact and not listed
+    if listed and x.dtype != torch.bfloat16:
+        raise ValueError(f"BF16 columns (splice_weight 'bf16') need bfloat16 inputs, got {x.dtype}")
+    if hot_part and x.dtype == torch.float32:
+        raise ValueError("float32 activations have no exact 16-bit operand: use the folded form")
+    if packed and spliced and not exact and not listed:
+        raise ValueError("folded hot channels change the row scale: ask for codes with exact=True")
+    count = 1 + (exact and rac) + hot_part
+    plane = triton.cdiv(width // 8, PLANE_ALIGNMENT) * PLANE_ALIGNMENT
+    values = x.new_empty((rows, count, 8, plane), dtype=x.dtype if hot_part else torch.float16)
+    row_scale = x.new_empty((rows,), dtype=torch.float32)
+    hot = x.new_empty((rows, slots)) if listed else None
+    codes = [_new_codes(x, rows, width, row_scale) for _ in range(1 + rac)] if packed else []
+    # The kernel makes the bits of one list itself.
+    makes_bits = False
+    if channels is not None and slots and hot_bits is None:
+        makes_bits = channels.shape[0] == 1
+        if makes_bits:
+            hot_bits = x.new_empty((1, width // BLOCK_SIZE), dtype=torch.int32)
+        else:
+            hot_bits = list_bits(channels, width)
+    next_bits = None
+    if following is not None:
+        next_shape = (following[0].shape[0], following[1] // BLOCK_SIZE)
+        next_bits = x.new_empty(next_shape, dtype=torch.int32)
+    if rows and width:
+        _launch(
+            x, compensation, exact, activation, row_factor, routes, width, values, row_scale, hot,
+            codes, hot_bits, makes_bits, following, next_bits,
+        )  # fmt: skip
+    quantized, residual = (*codes, None, None)[:2]
+    operand = None if exact else Operand(values.squeeze(1), row_scale, width)
+    parts = Parts(values, row_scale, width, rac, hot_part) if exact else None
+    return CompensatedRows(operand, parts, hot, quantized, residual, hot_bits, next_bits)
+
+
+def list_bits(channels: torch.Tensor, width: int) -> torch.Tensor:
+    """[L, K/16] int32 of channel lists [L, C]: the channels of each block as bits."""
+    bits = channels.new_empty((channels.shape[0], width // BLOCK_SIZE), dtype=torch.int32)
+    if bits.numel():
+        _compensated.list_bits_kernel[(channels.shape[0],)](
+            channels.contiguous(), bits, CHANNELS=channels.shape[1], WIDTH=width, num_warps=2
+        )
+    return bits
+
+
+def _check_lists(compensation: InputCompensation, lists: int, width: int) -> None:
+    mask, channels = compensation.block_mask, compensation.channels
+    if mask is not None:
+        allowed = [(1, width // BLOCK_SIZE), (lists, width // BLOCK_SIZE)]
+        if tuple(mask.shape) not in allowed or mask.dtype != torch.bool:
+            raise ValueError(
+                f"block_mask must be bool {' or '.join(map(str, allowed))}, got {mask.dtype} "
+                f"{list(mask.shape)}"
+            )
+    if channels is not None and (
+        channels.ndim != 2 or channels.shape[0] not in (1, lists) or channels.dtype != torch.int32
+    ):
+        raise ValueError(
+            f"channels must be int32 [1 or {lists}, C], got {channels.dtype} {list(channels.shape)}"
+        )
+    if compensation.columns is not None and channels is None:
+        raise ValueError("columns need the channels that they belong to")
+
+
+def _new_codes(x: torch.Tensor, rows: int, width: int, row_scale: torch.Tensor) -> QuantizedTensor:
+    packed = x.new_empty((rows, width // 2), dtype=torch.uint8)
+    scale = x.new_empty((rows, width // BLOCK_SIZE), dtype=torch.uint8)
+    return QuantizedTensor(packed, scale.view(torch.float8_e4m3fn), row_scale.reshape(-1, 1))
+
+
+def _launch(
+    x: torch.Tensor,
+    compensation: InputCompensation,
+    exact: bool,
+    activation: Activation | None,
+    row_factor: torch.Tensor | None,
+    routes: Routes | None,
+    width: int,
+    values: torch.Tensor,
+    row_scale: torch.Tensor,
+    hot: torch.Tensor | None,
+    codes: list[QuantizedTensor],
+    hot_bits: torch.Tensor | None,
+    makes_bits: bool,
+    following: tuple[torch.Tensor, int] | None,
+    next_bits: torch.Tensor | None,
+) -> None:
+    blocks = max(16, triton.next_power_of_2(width // BLOCK_SIZE))
+    tile_rows = max(1, 64 // blocks)
+    tiles = triton.cdiv(x.shape[0], tile_rows)
+    limit = activation.limit if activation is not None else None
+    act_alpha, beta = (activation.alpha, activation.beta) if activation else (0.0, 0.0)
+    mask, channels = compensation.block_mask, compensation.channels
+    slots = 0 if channels is None else channels.shape[1]
+    hot_form = "none"
+    if slots:
+        hot_form = "list" if hot is not None else "part" if exact else "fold"
+    stored = [t for c in codes for t in (c.packed, c.block_scale.view(torch.uint8))]
+    next_channels, next_width = following if following is not None else (x, 0)
+    next_lists = next_channels.shape[0] if following is not None else 0
+    _compensated.compensate_rows_kernel[(next_lists + tiles,)](
+        x,
+        row_factor if row_factor is not None else x,
+        mask.contiguous().view(torch.uint8) if mask is not None else x,
+        channels.contiguous() if channels is not None else x,
+        hot_bits if hot_bits is not None else x,
+        next_channels.contiguous() if following is not None else x,
+        next_bits if next_bits is not None else x,
+        values,
+        row_scale,
+        hot if hot is not None else x,
+        *(stored + [x] * 4)[:4],
+        *(routes.lookup if routes is not None else (x, x, 0, 0)),
+        x.shape[0], next_lists, x.stride(0), limit or 0.0, act_alpha, beta, compensation.alpha,
+        WIDTH=width, PLANE=values.shape[-1], PARTS=values.shape[1],
+        ACTIVATION=activation.name if activation is not None else "none",
+        HAS_LIMIT=limit is not None,
+        HAS_FACTOR=row_factor is not None,
+        HAS_IDS=routes is not None,
+        HAS_MAP=routes is not None and routes.expert_map is not None,
+        RAC=mask is not None, CHANNELS=slots,
+        MANY_MASKS=mask is not None and mask.shape[0] > 1,
+        MANY_LISTS=channels is not None and channels.shape[0] > 1,
+        FOLD_RESIDUAL=not exact, HAS_BITS=not makes_bits,
+        NEXT_CHANNELS=next_channels.shape[1] if next_lists else 0, NEXT_WIDTH=next_width,
+        HOT=hot_form, SLOTS=triton.next_power_of_2(max(1, slots)), PACKED=bool(codes),
+        ROWS=tile_rows, BLOCKS=blocks,
+        num_warps=row_warps(tiles, blocks * tile_rows * BLOCK_SIZE),
+        enable_fp_fusion=False,
+    )  # fmt: skip

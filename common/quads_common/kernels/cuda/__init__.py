@@ -1,0 +1,1 @@
+"""CUDA C++ kernels for sm_90a, compiled at first use; see ``nvrtc``."""

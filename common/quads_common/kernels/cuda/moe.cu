@@ -1,0 +1,460 @@
+// The routed experts of an MoE layer for few tokens: NVFP4 weights, 16-bit operands, sm_90a.
+//
+// Weights are the left operand of the tensor cores, unpacked in registers, read from memory once and
+// straight into registers one stage ahead; activations stay in shared memory. A *block* is up to 32
+// slots of one expert, a *strip* 32 rows of a weight tile (`weight_tiles.TileLayout`): 16 of gate and
+// the same 16 of up, or 32 of down. A warp computes whole strips, so nothing is summed across warps
+// and a slot's result depends on no other slot.
+//
+// moe_both does both GEMMs of a block in one thread block; moe_up and moe_down do one each, with the
+// strips of all blocks spread evenly. The rounding points are those of `quads_common.moe`.
+//
+// Compiled for one shape: HIDDEN and INNER (multiples of 128), FORMAT (BF16 or FP16).
+#include "device.cuh"
+#include "table.cuh"
+
+struct MoeArguments {
+  const u8* w13;           // tiles of codes [E, I/16, H/128, 2048]
+  const u8* w13_scale;     // tiles of E4M3 bytes [E, I/16, H/128, 256]
+  const u8* w2;            // [E, H/32, I/128, 2048]
+  const u8* w2_scale;      // [E, H/32, I/128, 256]
+  const float* w13_global; // [E]
+  const float* w2_global;  // [E]
+  const u8* x;             // 16-bit operands [T, 8, plane], see `rows.Operand`
+  const float* row_scale;  // [T] with FP16, else null
+  const float* router;     // [slots] float32, or null: 1
+  const int* table;        // see table.cuh; null: made here from ids, at most 32 slots
+  u8* product;             // moe_up writes, moe_down reads: bfloat16 [slots, 8, I/8]
+  float* out;              // [slots, H]
+  u8* inspect_y;           // with INSPECT: GEMM1's rounded result, bfloat16 [slots, 2I]
+  u8* inspect_operand;     // with INSPECT: GEMM2's operand [slots, 8, I/8]
+  float* inspect_scale;    // with INSPECT: its row scale [slots]
+  Routes routes;
+  int rows;                // slots that fit in shared memory: a multiple of 8
+  float limit;             // SwiGLU's clamp, infinity for none
+};
+
+constexpr int WARPS = 16;
+constexpr int CODE_TILE = 2048, SCALE_TILE = 256;
+constexpr int UP_STRIPS = INNER / 16, DOWN_STRIPS = HIDDEN / 32;
+
+// Operands in shared memory. Planes of the layer's input are padded to 32 elements. 32 bytes between
+// rows, so that the 16 lanes that read 8 bytes at a time fall on different banks.
+constexpr int X_PLANE = (HIDDEN + 255) / 256 * 64, PRODUCT_PLANE = INNER / 4;
+constexpr int X_BYTES = 8 * X_PLANE, PRODUCT_BYTES = 8 * PRODUCT_PLANE;
+constexpr int X_ROW = X_BYTES + 32, PRODUCT_ROW = PRODUCT_BYTES + 32;
+
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
+
+// What a slot needs besides its operand.
+struct Slots {
+  int ids[MAX_ROWS];
+  float gate_up_factor[MAX_ROWS];
+  float down_factor[MAX_ROWS];
+  float router[MAX_ROWS];
+};
+
+// One stage of weights in registers: 32 rows of 128 of K; a lane has two blocks of 4 rows.
+struct Stage {
+  uint4 codes[4];
+  u32 scales[4];
+};
+
+// Where a lane reads its part of a stage: 16 bytes of each 512 codes, 2 bytes of each 64 scales, so
+// one offset in units of (16, 2) bytes serves both.
+constexpr u32 STAGE_UNITS = CODE_TILE / 16;
+
+template <bool DOWN>
+DEVICE void load_stage(const MoeArguments& A, u32 offset, Stage& stage) {
+  const u8* codes = (DOWN ? A.w2 : A.w13) + (u64)offset * 16;
+  const u8* scales = (DOWN ? A.w2_scale : A.w13_scale) + (u64)offset * 2;
+#pragma unroll
+  for (int i = 0; i < 4; i++) stage.codes[i] = load_stream16(codes + i * 512);
+#pragma unroll
+  for (int i = 0; i < 4; i++) stage.scales[i] = load_stream2(scales + i * 64);
+}
+
+// acc[m][n][..] += 16 weight rows x 8 slots over 128 of K. x: shared address of this lane's slot and
+// first block.
+template <bool DOWN, int TILES>
+DEVICE void multiply_stage(float (&acc)[2][TILES][4], const Stage& stage, u32 x) {
+  constexpr Format F = FORMAT;
+  constexpr int PLANE = DOWN ? PRODUCT_PLANE : X_PLANE, GROUP = 8 * (DOWN ? PRODUCT_ROW : X_ROW);
+  u32 scale[4][2];
+#pragma unroll
+  for (int i = 0; i < 4; i++) widen_scales<F>(stage.scales[i], scale[i][0], scale[i][1]);
+  auto plane = [&](auto word, auto code) {
+    constexpr int W = decltype(word)::value, J = decltype(code)::value;
+    uint2 b[TILES];
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+      b[n] = load_shared2<(4 * W + J) * PLANE>(x + n * GROUP);
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      const uint4 low = stage.codes[2 * m], high = stage.codes[2 * m + 1];
+      u32 a[4] = {multiply<F>(unpack<F, J>(W ? low.y : low.x), scale[2 * m][0]),
+                  multiply<F>(unpack<F, J>(W ? high.y : high.x), scale[2 * m + 1][0]),
+                  multiply<F>(unpack<F, J>(W ? low.w : low.z), scale[2 * m][1]),
+                  multiply<F>(unpack<F, J>(W ? high.w : high.z), scale[2 * m + 1][1])};
+#pragma unroll
+      for (int n = 0; n < TILES; n++) mma<F>(acc[m][n], a, b[n].x, b[n].y);
+    }
+  };
+  plane(Constant<0>(), Constant<0>());
+  plane(Constant<0>(), Constant<1>());
+  plane(Constant<0>(), Constant<2>());
+  plane(Constant<0>(), Constant<3>());
+  plane(Constant<1>(), Constant<0>());
+  plane(Constant<1>(), Constant<1>());
+  plane(Constant<1>(), Constant<2>());
+  plane(Constant<1>(), Constant<3>());
+}
+
+// Stages of a strip that are in registers or on their way: with few slots there is room for more.
+template <bool DOWN, int TILES>
+DEVICE constexpr int depth() {
+  constexpr int STAGES = (DOWN ? INNER : HIDDEN) / 128;
+  return TILES > 1 ? 2 : STAGES % 4 == 0 ? 4 : STAGES % 3 == 0 ? 3 : 2;
+}
+
+// The first stages of a strip. `ring[i]` holds stage i.
+template <bool DOWN, int RING>
+DEVICE void begin_strip(const MoeArguments& A, Stage (&ring)[RING], u32 offset) {
+#pragma unroll
+  for (int i = 0; i < RING - 1; i++) load_stage<DOWN>(A, offset + i * STAGE_UNITS, ring[i]);
+}
+
+// A strip: acc = weights x slots over all of K. At the start `ring` holds its first stages, at the
+// end those of the strip at `next_offset`.
+template <bool DOWN, int TILES, int RING>
+DEVICE void multiply_strip(const MoeArguments& A, float (&acc)[2][TILES][4], Stage (&ring)[RING],
+                           u32 offset, u32 next_offset, u32 x) {
+  constexpr int STAGES = (DOWN ? INNER : HIDDEN) / 128;
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+      for (int c = 0; c < 4; c++) acc[m][n][c] = 0.0f;
+  const u32 end = x + STAGES / RING * RING * 32;  // of what whole turns of the ring read
+  offset += (RING - 1) * STAGE_UNITS;
+#pragma unroll 1
+  while (x != end) {
+#pragma unroll
+    for (int i = 0; i < RING; i++) {
+      // After the first of its last turn the ring is filled for the next strip.
+      if (STAGES % RING == 0 && i == 1 && x + RING * 32 == end) offset = next_offset;
+      load_stage<DOWN>(A, offset, ring[(i + RING - 1) % RING]);
+      offset += STAGE_UNITS;
+      multiply_stage<DOWN, TILES>(acc, ring[i], x + i * 32);
+    }
+    x += RING * 32;
+  }
+  if constexpr (STAGES % RING != 0) {
+    static_assert(RING == 2);
+    load_stage<DOWN>(A, next_offset, ring[1]);
+    multiply_stage<DOWN, TILES>(acc, ring[0], x);
+    ring[0] = ring[1];
+  }
+}
+
+DEVICE float silu_and_multiply(float gate, float up, float limit) {
+  // Comparisons, not min and max, keep NaN.
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up;
+  up = up < -limit ? -limit : up;
+  return __fmul_rn(__fdiv_rn(gate, 1.0f + __expf(-gate)), up);
+}
+
+// A strip of gate and up: their product, rounded, to `store(slot, offset, pair)`.
+template <int TILES, typename Store>
+DEVICE void finish_up(const MoeArguments& A, const float (&acc)[2][TILES][4], const Slots& slots,
+                      int rows, int strip, int lane, Store store) {
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int n = 0; n < TILES; n++)
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      const int slot = n * 8 + 2 * t + c;
+      if (slot < rows) {
+        const float factor = slots.gate_up_factor[slot];
+        float y[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          y[i] = round_bf16(__fmul_rn(acc[i >> 1][n][2 * (i & 1) + c] * undo<FORMAT>(), factor));
+        const u32 pair = pack_bf16(silu_and_multiply(y[0], y[2], A.limit),
+                                   silu_and_multiply(y[1], y[3], A.limit));
+        const u32 offset = g * PRODUCT_PLANE + strip * 4;
+        store(slot, offset, pair);
+#ifdef INSPECT
+        u16* line = (u16*)A.inspect_y + (u64)slots.ids[slot] * 2 * INNER;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          line[(i >> 1) * INNER + strip * 16 + (i & 1) * 8 + g] = as_bits(y[i]) >> 16;
+        *(u32*)(A.product + (u64)slots.ids[slot] * PRODUCT_BYTES + offset) = pair;
+#endif
+      }
+    }
+}
+
+// A strip of down: (acc * factor) * router weight in float32, to `out`.
+template <int TILES>
+DEVICE void finish_down(const MoeArguments& A, const float (&acc)[2][TILES][4], const Slots& slots,
+                        int rows, int strip, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int n = 0; n < TILES; n++)
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      const int slot = n * 8 + 2 * t + c;
+      if (slot < rows) {
+        const float factor = slots.down_factor[slot], router = slots.router[slot];
+        float y[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          y[i] = __fmul_rn(__fmul_rn(acc[i >> 1][n][2 * (i & 1) + c] * undo<FORMAT>(), factor),
+                           router);
+        float4* target = (float4*)(A.out + (u64)slots.ids[slot] * HIDDEN + strip * 32 + g * 4);
+        *target = make_float4(y[0], y[1], y[2], y[3]);
+      }
+    }
+}
+
+DEVICE u32 larger_magnitude(u32 largest, u32 pair) {  // bits of float32, of a pair of bfloat16
+  return max(largest, max((pair << 16) & 0x7FFF0000u, pair & 0x7FFF0000u));
+}
+
+// Products of one slot in shared memory, bfloat16 [8, I/8], to float16 code * block scale, in place.
+// One warp; returns the row's scale. As `_quantize.quantize_rows_kernel`.
+DEVICE float quantize_row(u32 row, int lane) {
+  constexpr int BLOCKS = INNER / 16, MINE = (BLOCKS + 31) / 32;
+  u32 largest = 0;
+#pragma unroll
+  for (int i = 0; i < MINE; i++)
+    if (i * 32 + lane < BLOCKS)
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        largest = larger_magnitude(largest,
+                                   load_shared(row + j * PRODUCT_PLANE + (i * 32 + lane) * 4));
+  largest = __reduce_max_sync(~0u, largest);
+  const bool bad = largest >= 0x7F800000u;
+  const float amax = bad ? 0.0f : as_float(largest);
+  const float inverse = amax < AMAX_FLOOR ? 1.0f : __fdiv_rn(2688.0f, amax);
+  const float global = __fdiv_rn(1.0f, inverse);
+#pragma unroll
+  for (int i = 0; i < MINE; i++)
+    if (i * 32 + lane < BLOCKS) {
+      const u32 at = row + (i * 32 + lane) * 4;
+      u32 pairs[8], block_max = 0;
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        pairs[j] = load_shared(at + j * PRODUCT_PLANE);
+        block_max = larger_magnitude(block_max, pairs[j]);
+      }
+      const float scale = decode_e4m3(
+          encode_e4m3(__fmul_rn(as_float(block_max), __fmul_rn(inverse, ONE_SIXTH))));
+      const float decode = __fmul_rn(scale, global);
+      const float encode = decode == 0.0f ? 0.0f : fminf(__fdiv_rn(1.0f, decode), FLT_MAX);
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        const u32 pair = pack_fp16(round_e2m1(__fmul_rn(bf16_low(pairs[j]), encode)) * scale,
+                                   round_e2m1(__fmul_rn(bf16_high(pairs[j]), encode)) * scale);
+        store_shared(at + j * PRODUCT_PLANE, bad ? 0x7FFF7FFFu : pair);
+      }
+    }
+  return bad ? as_float(0x7FC00000u) : global;
+}
+
+// Start the copies of a block's rows and note its slots' factors. All threads; a barrier must follow.
+template <bool DOWN>
+DEVICE void fetch_rows(const MoeArguments& A, const Block& block, Slots& slots, u32 target,
+                       u32 barrier) {
+  constexpr int BYTES = DOWN ? PRODUCT_BYTES : X_BYTES, ROW = DOWN ? PRODUCT_ROW : X_ROW;
+  const int tid = threadIdx.x;
+  if (tid < block.rows) {
+    const int slot = block.slots[tid], token = slot / A.routes.top_k;
+    const u8* source = DOWN ? A.product + (u64)slot * BYTES : A.x + (u64)token * BYTES;
+    bulk_copy(target + tid * ROW, source, BYTES, barrier);
+    slots.ids[tid] = slot;
+    const float row_scale = A.row_scale ? A.row_scale[token] : 1.0f;
+    slots.gate_up_factor[tid] = __fmul_rn(row_scale, A.w13_global[block.expert]);
+    slots.down_factor[tid] = A.w2_global[block.expert];  // times the row's scale, if quantized
+    slots.router[tid] = A.router ? A.router[slot] : 1.0f;
+  }
+}
+
+// Quantize the products of a block, a warp a row. A barrier must follow.
+DEVICE void quantize_block(const MoeArguments& A, const Block& block, Slots& slots, u32 products,
+                           int warp, int lane) {
+  for (int row = warp; row < block.rows; row += WARPS) {
+    const u32 at = products + row * PRODUCT_ROW;
+    const float scale = quantize_row(at, lane);
+    if (lane == 0) slots.down_factor[row] = __fmul_rn(scale, slots.down_factor[row]);
+#ifdef INSPECT
+    if (lane == 0) A.inspect_scale[slots.ids[row]] = scale;
+    __syncwarp();
+    for (int word = lane; word < INNER / 2; word += 32)
+      ((u32*)A.inspect_operand)[(u64)slots.ids[row] * (INNER / 2) + word] =
+          load_shared(at + word * 4);
+#endif
+  }
+}
+
+template <typename Run>
+DEVICE void by_tiles(int rows, Run run) {
+  if (rows <= 8)
+    run(Constant<1>());
+  else if (rows <= 16)
+    run(Constant<2>());
+  else if (rows <= 24)
+    run(Constant<3>());
+  else
+    run(Constant<4>());
+}
+
+// First unit of a strip of an expert, for this lane.
+template <bool DOWN>
+DEVICE u32 strip_offset(int expert, int strip, int lane) {
+  constexpr u32 STRIPS = DOWN ? DOWN_STRIPS : UP_STRIPS;
+  constexpr u32 STAGES = (DOWN ? INNER : HIDDEN) / 128;
+  return (expert * STRIPS + strip) * (STAGES * STAGE_UNITS) + lane;
+}
+
+// Both GEMMs of a block in one thread block. Grid: any; blocks are dealt out in turn.
+DEVICE void both_halves(const MoeArguments& A) {
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ Block block;
+  __shared__ Slots slots;
+  __shared__ __align__(8) u64 barrier_memory;
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+  const u32 x = shared_address(memory), products = x + A.rows * X_ROW;
+  const u32 lane_x = x + (lane >> 2) * X_ROW + (lane & 3) * 8;
+  const u32 lane_products = products + (lane >> 2) * PRODUCT_ROW + (lane & 3) * 8;
+  const u32 barrier = shared_address(&barrier_memory);
+  if (tid == 0) barrier_init(barrier, 1);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  u32 phase = 0;
+  for (int b = blockIdx.x; b < block_count(A.table); b += gridDim.x) {
+    fence_copy_engine();
+    __syncthreads();
+    read_block(A.table, b, block);
+    __syncthreads();
+    if (tid == 0) barrier_expect(barrier, block.rows * X_BYTES);
+    fetch_rows<false>(A, block, slots, x, barrier);
+    by_tiles(block.rows, [&](auto tiles) {
+      constexpr int TILES = decltype(tiles)::value;
+      float acc[2][TILES][4];
+      {
+        Stage ring[depth<false, TILES>()];
+        begin_strip<false>(A, ring, strip_offset<false>(block.expert, min(warp, UP_STRIPS - 1), lane));
+        __syncthreads();
+        barrier_wait(barrier, phase);
+        for (int strip = warp; strip < UP_STRIPS; strip += WARPS) {
+          const int next = min(strip + WARPS, UP_STRIPS - 1);
+          multiply_strip<false, TILES>(A, acc, ring, strip_offset<false>(block.expert, strip, lane),
+                                       strip_offset<false>(block.expert, next, lane), lane_x);
+          finish_up<TILES>(A, acc, slots, block.rows, strip, lane, [&](int slot, int at, u32 pair) {
+            store_shared(products + slot * PRODUCT_ROW + at, pair);
+          });
+        }
+      }
+      Stage ring[depth<true, TILES>()];
+      begin_strip<true>(A, ring, strip_offset<true>(block.expert, min(warp, DOWN_STRIPS - 1), lane));
+      __syncthreads();
+      if (FORMAT == FP16) {
+        quantize_block(A, block, slots, products, warp, lane);
+        __syncthreads();
+      }
+      for (int strip = warp; strip < DOWN_STRIPS; strip += WARPS) {
+        const int next = min(strip + WARPS, DOWN_STRIPS - 1);
+        multiply_strip<true, TILES>(A, acc, ring, strip_offset<true>(block.expert, strip, lane),
+                                    strip_offset<true>(block.expert, next, lane), lane_products);
+        finish_down<TILES>(A, acc, slots, block.rows, strip, lane);
+      }
+    });
+    phase ^= 1;
+  }
+}
+
+// One GEMM of all blocks: thread block c has the strips c * n / grid .. (c + 1) * n / grid of all n.
+// Two blocks are in shared memory at a time, if their rows fit.
+template <bool DOWN>
+DEVICE void one_half(const MoeArguments& A) {
+  constexpr int BYTES = DOWN ? PRODUCT_BYTES : X_BYTES, ROW = DOWN ? PRODUCT_ROW : X_ROW;
+  constexpr int STRIPS = DOWN ? DOWN_STRIPS : UP_STRIPS;
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ Block block[2];
+  __shared__ Slots slots[2];
+  __shared__ __align__(8) u64 barrier_memory;
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+  const u32 x = shared_address(memory), barrier = shared_address(&barrier_memory);
+  if (tid == 0) barrier_init(barrier, 1);
+  let_next_kernel_start();
+  // The routes are older than the kernel in front of this one, and moe_down's table is too: it was
+  // complete before moe_up read it. So weights are fetched before the wait.
+  const bool own_table = A.table == nullptr;
+  bool waited = !DOWN && !own_table;
+  if (waited) wait_for_previous_kernel();
+  const int total = (own_table ? count_blocks(A.routes) : block_count(A.table)) * STRIPS;
+  const int first = (int)((long long)total * blockIdx.x / gridDim.x);
+  const int last = (int)((long long)total * (blockIdx.x + 1) / gridDim.x);
+  u32 phase = 0;
+  for (int begin = first, end; begin < last; begin = end) {
+    const int b = begin / STRIPS, split = (b + 1) * STRIPS;
+    end = min(last, split + STRIPS);
+    fence_copy_engine();
+    __syncthreads();
+    for (int i = 0; i <= (end > split); i++)
+      if (own_table) make_block(A.routes, b + i, block[i]); else read_block(A.table, b + i, block[i]);
+    __syncthreads();
+    const int second_row = (block[0].rows + 7) / 8 * 8;
+    if (end > split && second_row + (block[1].rows + 7) / 8 * 8 > A.rows) end = split;
+    const bool two = end > split;
+    auto offset_of = [&](int strip) {
+      const int i = strip >= split;
+      return strip_offset<DOWN>(block[i].expert, strip - (b + i) * STRIPS, lane);
+    };
+    by_tiles(two ? max(block[0].rows, block[1].rows) : block[0].rows, [&](auto tiles) {
+      constexpr int TILES = decltype(tiles)::value;
+      float acc[2][TILES][4];
+      Stage ring[depth<DOWN, TILES>()];
+      begin_strip<DOWN>(A, ring, offset_of(min(begin + warp, end - 1)));
+      if (!waited) wait_for_previous_kernel();
+      waited = true;
+      if (tid == 0) barrier_expect(barrier, (block[0].rows + (two ? block[1].rows : 0)) * BYTES);
+      fetch_rows<DOWN>(A, block[0], slots[0], x, barrier);
+      if (two) fetch_rows<DOWN>(A, block[1], slots[1], x + second_row * ROW, barrier);
+      __syncthreads();
+      barrier_wait(barrier, phase);
+      if (DOWN && FORMAT == FP16) {
+        for (int i = 0; i <= two; i++)
+          quantize_block(A, block[i], slots[i], x + (i ? second_row * ROW : 0), warp, lane);
+        __syncthreads();
+      }
+      for (int strip = begin + warp; strip < end; strip += WARPS) {
+        const int i = strip >= split, own = strip - (b + i) * STRIPS;
+        const int row = (i ? second_row : 0) + (lane >> 2);
+        multiply_strip<DOWN, TILES>(A, acc, ring, offset_of(strip),
+                                    offset_of(min(strip + WARPS, end - 1)),
+                                    x + row * ROW + (lane & 3) * 8);
+        if constexpr (DOWN)
+          finish_down<TILES>(A, acc, slots[i], block[i].rows, own, lane);
+        else
+          finish_up<TILES>(A, acc, slots[i], block[i].rows, own, lane,
+                           [&](int slot, int at, u32 pair) {
+            *(u32*)(A.product + (u64)slots[i].ids[slot] * PRODUCT_BYTES + at) = pair;
+          });
+      }
+    });
+    phase ^= 1;
+  }
+}
+
+#define KERNEL extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
+KERNEL moe_both(const __grid_constant__ MoeArguments A) { both_halves(A); }
+KERNEL moe_up(const __grid_constant__ MoeArguments A) { one_half<false>(A); }
+KERNEL moe_down(const __grid_constant__ MoeArguments A) { one_half<true>(A); }

@@ -1,0 +1,95 @@
+"""OpenRLHF: QAT and the sequence filter in its policy actors, through Ray's set-up hook.
+
+    ray job submit --runtime-env-json '{
+      "worker_process_setup_hook": "quads_trainers.openrlhf.setup",
+      "env_vars": {"VLLM_QUADS_CONFIG": "{\\"enable\\": true}", "VLLM_QUADS_TIM": "{}"}}' -- ...
+
+OpenRLHF has no plug-in point in the trainer. Ray calls ``setup`` in every worker process before
+anything else, and the two names are replaced when ``openrlhf.trainer.ray.ppo_actor`` is imported:
+``Actor``, so that the policy (not the reference model) is prepared for QAT with the options of
+VLLM_QUADS_CONFIG, and ``PolicyLoss``, if VLLM_QUADS_TIM is set. The rollout engines need the
+variable alone. Written against OpenRLHF 0.11.2, whose loss was run; its Ray actors were not (they
+need CUDA and DeepSpeed).
+"""
+
+import os
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from quads_common.mismatch import FilterOptions, RunningCap, select_sequences, sequence_statistics
+from quads_common.qat import prepare_qat
+from quads_trainers.filter_environment import filter_options
+from quads_trainers.late_patches import patch_when_imported
+from quads_trainers.rollout_environment import VARIABLE, environment_options
+
+__all__ = ["filtered_policy_loss", "patch_ppo_actor", "qat_actor", "setup"]
+
+
+def setup() -> None:
+    """Ray's ``worker_process_setup_hook``; imports nothing of OpenRLHF."""
+    patch_when_imported("openrlhf.trainer.ray.ppo_actor", patch_ppo_actor)
+
+
+def patch_ppo_actor(module: ModuleType) -> None:
+    """Replace ``Actor`` and ``PolicyLoss`` as the environment says."""
+    if os.environ.get(VARIABLE):
+        module.Actor = qat_actor(module.Actor, environment_options())
+    options = filter_options()
+    if options is not None:
+        module.PolicyLoss = filtered_policy_loss(module.PolicyLoss, options)
+
+
+def qat_actor(base: type, quads: dict[str, Any]) -> type:
+    """A subclass of OpenRLHF's ``Actor`` whose model is prepared for QAT."""
+
+    class QuadsActor(base):
+        def __init__(self, *args: Any, ds_config: dict | None = None, **kwargs: Any) -> None:
+            stage = ((ds_config or {}).get("zero_optimization") or {}).get("stage", 0)
+            if stage == 3:
+                raise NotImplementedError(
+                    "QAT does not know ZeRO-3's partitioned weights: use --ds.zero_stage 2"
+                )
+            super().__init__(*args, ds_config=ds_config, **kwargs)
+            prepare_qat(self.model, quads)
+
+    return QuadsActor
+
+
+def filtered_policy_loss(base: type, options: FilterOptions) -> type:
+    """A subclass of OpenRLHF's ``PolicyLoss`` that leaves drifted sequences out.
+
+    It sees one micro-batch at a time, so the cap counts over all that came before. OpenRLHF divides
+    by the tokens of the whole batch, dropped ones included: the rest is not scaled up.
+    """
+
+    class QuadsPolicyLoss(base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.tim_cap = RunningCap(options.max_drop_share)
+
+        def forward(
+            self,
+            log_probs: torch.Tensor,
+            old_log_probs: torch.Tensor,
+            advantages: torch.Tensor,
+            action_mask: torch.Tensor | None = None,
+            rollout_log_probs: torch.Tensor | None = None,
+            **kwargs: Any,
+        ) -> Any:
+            if rollout_log_probs is None or action_mask is None:
+                raise ValueError(
+                    "the sequence filter needs the rollout's log-probs: set "
+                    "--algo.advantage.is_correction_level to token or seq"
+                )
+            statistics = sequence_statistics(
+                old_log_probs - rollout_log_probs, action_mask, tail_nats=options.tail_nats
+            )
+            keep = select_sequences(statistics, options, cap=self.tim_cap).keep
+            action_mask = action_mask * keep.unsqueeze(-1).to(action_mask.dtype)
+            return super().forward(
+                log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **kwargs
+            )
+
+    return QuadsPolicyLoss

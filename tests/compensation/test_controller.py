@@ -1,0 +1,259 @@
+"""Boundaries, BF16 columns and files of a rank's ``Compensator``, without an engine."""
+
+import logging
+
+import pytest
+import torch
+
+from quads_common.compensation.controller import Compensator
+from quads_common.compensation.site import linear_site, moe_sites
+from quads_common.weight_units import Piece, WeightUnits
+from tests.common.samples import normal
+from tests.compensation.serving import EXPERTS, PLANTED, W2, W13, K, feed, options, rows_with
+
+N = 32
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def log():
+    return logging.getLogger("test")
+
+
+def loaded(log, chosen, **more) -> Compensator:
+    """A rank with two sites whose first load is over."""
+    compensator = Compensator(chosen, tp_size=1, log=log, **more)
+    for site in (W13, W2):
+        state = compensator.add(site, CPU)
+        compensator.add_columns(state, EXPERTS, N)
+    compensator.weights_arrive()
+    compensator.end_sync()
+    compensator.loaded()
+    compensator.start_counting()
+    return compensator
+
+
+def serve(compensator, chosen, seed=1) -> None:
+    """Enough rows for w13 and for every expert, with planted channels."""
+    first, second = compensator.states
+    feed(first, rows_with(PLANTED, 64, seed), chosen)
+    for expert in range(EXPERTS):
+        feed(second, rows_with(PLANTED, 64, seed + expert), chosen, expert)
+
+
+def channels(compensator) -> list[list[list[int]]]:
+    return [state.selection.channels.tolist() for state in compensator.states]
+
+
+NONE = [[[-1] * 16], [[-1] * 16] * EXPERTS]
+ALL_PLANTED = [[PLANTED], [PLANTED] * EXPERTS]
+
+
+def test_a_sync_is_one_boundary(log):
+    """However many calls end it; loads alone and calls alone are none."""
+    chosen = options()
+    compensator = loaded(log, chosen)
+    assert (compensator.version, compensator.boundaries) == (0, 0)
+    serve(compensator, chosen)
+    assert not compensator.end_sync()
+    compensator.weights_arrive()
+    compensator.weights_arrive()
+    assert channels(compensator) == NONE
+    assert compensator.end_sync()
+    assert not compensator.end_sync()
+    assert channels(compensator) == ALL_PLANTED
+    assert (compensator.version, compensator.boundaries) == (1, 1)
+
+
+def test_refresh_interval_counts_syncs(log):
+    chosen = options(refresh_interval=2)
+    compensator = loaded(log, chosen)
+    serve(compensator, chosen)
+    for version in (0, 1, 1):
+        compensator.weights_arrive()
+        compensator.end_sync()
+        assert compensator.version == version
+
+
+def test_state_tells_versions_and_shared_lists(log):
+    chosen = options()
+    compensator = loaded(log, chosen)
+    first = compensator.state().copy()
+    assert (first["start_version"], first["version"]) == (0, 0)
+    assert list(first["shared"]) == [W13.name]
+    assert first["calibration_passes"] == 2
+    serve(compensator, chosen)
+    result = compensator.refresh_now()
+    assert (result["applied"], result["changed"]) == (True, True)
+    second = compensator.state()
+    assert (second["start_version"], second["version"]) == (0, 1)
+    assert first["shared"] != second["shared"]
+
+
+@pytest.mark.parametrize(
+    "chosen", [options(rac_ratio=0.0), options(splice_count_w2=0, compensate=("w2",))]
+)
+def test_one_pass_where_one_method_is_used(log, chosen):
+    assert loaded(log, chosen).state()["calibration_passes"] == 1
+
+
+def test_forget_keeps_the_lists(log):
+    chosen = options()
+    compensator = loaded(log, chosen)
+    serve(compensator, chosen)
+    compensator.refresh_now()
+    compensator.forget()
+    assert channels(compensator) == ALL_PLANTED
+    compensator.refresh_now()
+    assert channels(compensator) == NONE, "there is nothing to choose by any more"
+
+
+def test_save_and_load(log, tmp_path):
+    chosen = options()
+    compensator = loaded(log, chosen)
+    serve(compensator, chosen)
+    compensator.refresh_now()
+    path = str(tmp_path / "selection")
+    assert compensator.save(path, lambda parts: [parts]) == {"path": path, "inputs": 2}
+    assert compensator.save(path, lambda parts: None) is None
+    other = loaded(log, chosen)
+    assert other.load(path) == {"applied": True}
+    assert channels(other) == ALL_PLANTED
+    assert other.version == 1
+    assert bool(other.states[0].statistics.enabled)
+    started = loaded(log, chosen, selection_file=path)
+    assert channels(started) == ALL_PLANTED
+    assert (started.state()["start_version"], started.version) == (1, 1)
+
+
+# BF16 columns -----------------------------------------------------------------------------------
+
+
+def stored(rows: int = N, width: int = K, count: int = EXPERTS) -> WeightUnits:
+    return WeightUnits(
+        "w",
+        ("a", "b"),
+        torch.zeros(count, rows, width // 2, dtype=torch.uint8),
+        torch.zeros(count, rows, width // 16, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        torch.ones(count),
+        lambda unit: [],
+    )
+
+
+def send(compensator, units, seed: int, experts=range(EXPERTS)) -> torch.Tensor:
+    """A sync's tensors for both sites, part by part; returns the weights [E, N, K]."""
+    weights = normal(EXPERTS, N, K, seed=seed, dtype=torch.float32).to(torch.bfloat16)
+    for columns in compensator._columns.values():
+        for part, start in (("b", N // 2), ("a", 0)):
+            for e in experts:
+                compensator.weights_arrive()
+                half = weights[e, start : start + N // 2]
+                columns.load(units, e, part, half, f"{e}.{part}", Piece(N // 2, start))
+    return weights
+
+
+def assert_columns(compensator, weights) -> None:
+    for columns in compensator._columns.values():
+        lists = columns.state.selection.channels
+        for e in range(EXPERTS):
+            hot = lists[e if len(lists) > 1 else 0]
+            expected = torch.where(hot >= 0, weights[e][:, hot.clamp(min=0)], 0)
+            assert torch.equal(columns.columns[e], expected)
+
+
+def bf16(**changes):
+    return options(rac_ratio=0.0, splice_weight="bf16", **changes)
+
+
+def test_lists_and_columns_change_together_when_the_sync_ends(log):
+    chosen, units = bf16(), stored()
+    compensator = loaded(log, chosen)
+    serve(compensator, chosen)
+    addresses = [c.columns.data_ptr() for c in compensator._columns.values()]
+    weights = send(compensator, units, 1)
+    assert channels(compensator) == NONE
+    assert_columns(compensator, weights)
+    assert compensator.end_sync()
+    assert channels(compensator) == ALL_PLANTED
+    assert_columns(compensator, weights)
+    weights = send(compensator, units, 2)
+    assert_columns(compensator, weights)
+    assert not compensator.end_sync()
+    assert_columns(compensator, weights)
+    assert addresses == [c.columns.data_ptr() for c in compensator._columns.values()]
+
+
+def test_missing_units_keep_the_lists(log, caplog):
+    chosen, units = bf16(), stored()
+    compensator = loaded(log, chosen)
+    serve(compensator, chosen)
+    send(compensator, units, 1, experts=range(EXPERTS - 1))
+    compensator.end_sync()
+    assert channels(compensator) == NONE
+    assert "2 inputs keep their hot channels" in caplog.text
+    send(compensator, units, 2)
+    compensator.end_sync()
+    assert channels(compensator) == ALL_PLANTED, "the averages were lost"
+
+
+def test_a_refresh_waits_for_the_next_sync(log):
+    chosen, units = bf16(refresh_interval=100), stored()
+    compensator = loaded(log, chosen)
+    serve(compensator, chosen)
+    result = compensator.refresh_now()
+    assert (result["applied"], result["changed"], len(result["metrics"])) == (False, False, 2)
+    assert channels(compensator) == NONE
+    weights = send(compensator, units, 1)
+    assert compensator.end_sync()
+    assert channels(compensator) == ALL_PLANTED
+    assert_columns(compensator, weights)
+
+
+def test_waiting_lists_are_what_is_saved_and_a_file_waits_too(log, tmp_path):
+    chosen, units = bf16(refresh_interval=100), stored()
+    compensator = loaded(log, chosen)
+    serve(compensator, chosen)
+    compensator.refresh_now()
+    path = str(tmp_path / "selection")
+    compensator.save(path, lambda parts: [parts])
+    assert channels(compensator) == NONE
+    other = loaded(log, chosen)
+    assert other.load(path) == {"applied": False}
+    assert channels(other) == NONE
+    weights = send(other, units, 1)
+    other.end_sync()
+    assert channels(other) == ALL_PLANTED
+    assert_columns(other, weights)
+
+
+def test_a_unit_with_nan_keeps_its_columns(log):
+    chosen, units = bf16(), stored()
+    compensator = loaded(log, chosen)
+    serve(compensator, chosen)
+    weights = send(compensator, units, 1)
+    compensator.end_sync()
+    columns = compensator._columns[W13.name]
+    bad = torch.full((N, K), float("nan"), dtype=torch.bfloat16)
+    columns.load(units, 0, "a", bad[: N // 2], "0.a", Piece(N // 2))
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        columns.load(units, 0, "b", bad[N // 2 :], "0.b", Piece(N // 2, N // 2))
+    assert_columns(compensator, weights)
+    columns._gather(0, bad)  # as on a GPU, where nobody has looked yet
+    assert_columns(compensator, weights)
+
+
+# Sites ------------------------------------------------------------------------------------------
+
+
+def test_sites_of_experts():
+    first, second = moe_sites(
+        "m", hidden=64, inner=32, tp_size=2, tp_rank=1, experts=[4, 5], num_experts=8
+    )
+    assert (first.name, first.width, first.shards, first.groups) == ("m.w13", 64, 1, (0,))
+    assert (second.name, second.full_width, second.offset) == ("m.w2", 64, 32)
+    assert (second.groups, second.num_groups) == ((4, 5), 8)
+
+
+def test_sites_of_linears():
+    assert linear_site("a", width=64, full_width=64, tp_rank=1).offset == 0
+    assert linear_site("a", width=32, full_width=64, tp_rank=1).offset == 32

@@ -1,0 +1,268 @@
+"""Compensation in a vLLM engine on a GPU: padding in CUDA graphs, sleep mode, cost of gathering.
+
+    python tests/gpu/check_compensation.py OUT_FOLDER [--only "padding quads" "decode on"]
+
+Needs vLLM, this package with its entry points, and one GPU. Every engine runs in a process of its
+own. Prints one line per check and ends with FAILED or ok.
+
+1. Five requests decode in a graph captured for eight. The three padded rows of every MoE input are
+   set to 1e4 inside the graph, and then left as they are: statistics are the same bit for bit, and
+   the rows counted are the tokens that were computed. For ``quads`` and ``quads_splice``.
+2. A refresh and a file change no address, so the graph serves the new lists: outputs equal those of
+   a fresh eager engine that starts with the file.
+3. Statistics survive sleep level 2.
+4. Time of a decode step with gathering at the default rate and without: at most 1% more. Eight
+   layers of Qwen3-30B-A3B's shape, batches of 8 and 128.
+"""
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from check_sync import run_together
+from sync_engine import (
+    GRAPHS,
+    MODEL,
+    PROMPTS,
+    big_config,
+    engine,
+    outputs,
+    second_weights,
+    sync,
+    worker_of,
+)
+
+CAPTURED, BATCH, STEPS = 8, 5, 12
+POISON = 1e4
+OPTIONS = {"sampling_rate": 1, "min_tokens": 8, "splice_count_w13": 16, "splice_count_w2": 16}
+FILE = "selection.safetensors"
+
+
+def options_of(method: str) -> dict[str, Any]:
+    """Options of the method; ``quads`` has no channels to count."""
+    counts = OPTIONS if method == "quads_splice" else {k: OPTIONS[k] for k in list(OPTIONS)[:2]}
+    return {"quads": {"method": method, **counts}}
+
+
+def compensator_of(llm: Any) -> Any:
+    """Of the engine's only worker."""
+    return worker_of(llm).vllm_config.quant_config.runtime.compensator
+
+
+def counted(llm: Any) -> dict[str, list[Any]]:
+    """Every statistics buffer as numbers."""
+    return {
+        f"{s.site.name}/{name}": t.double().cpu().flatten().tolist()
+        for s in compensator_of(llm).states
+        for name, t in s.statistics.buffers().items()
+    }
+
+
+def clear(llm: Any) -> None:
+    """Statistics as in a new engine."""
+    compensator_of(llm).forget()
+    for state in compensator_of(llm).states:
+        state.statistics.offered.zero_()
+
+
+def decode(llm: Any, batch: int) -> int:
+    """Some requests, ``STEPS`` tokens each; returns the tokens that went through the model."""
+    from vllm import SamplingParams
+
+    llm.reset_prefix_cache()
+    params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
+    found = llm.generate(PROMPTS[:batch], params, use_tqdm=False)
+    return sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in found)
+
+
+def poisoned_apply(limit: torch.Tensor) -> None:
+    """Rows from ``limit`` on of a captured batch become 1e4 before a MoE layer sees them."""
+    from vllm_quads.fused_moe import QuadsMoEMethod
+
+    plain = QuadsMoEMethod.apply
+
+    def apply(method: Any, layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.shape[0] == CAPTURED:
+            rows = torch.arange(CAPTURED, device=x.device).unsqueeze(1)
+            x = torch.where(rows < limit, x, POISON)
+        return plain(method, layer, x, *args, **kwargs)
+
+    QuadsMoEMethod.apply = apply
+
+
+def part_padding(method: str, out: Path) -> dict[str, Any]:
+    """Checks 1 and 2."""
+    limit = torch.full((1,), CAPTURED, device="cuda")
+    poisoned_apply(limit)
+    llm = engine(
+        MODEL,
+        quantization="quads_nvfp4",
+        compilation_config=GRAPHS,
+        additional_config=options_of(method),
+    )
+    report = llm.collective_rpc("quads_report")[0]
+    results: dict[str, Any] = {"report": report, "start": counted(llm)}
+    runs = []
+    for first_padded in (CAPTURED, BATCH, CAPTURED):
+        limit.fill_(first_padded)
+        clear(llm)
+        tokens = decode(llm, BATCH)
+        runs.append(counted(llm))
+    results["runs"], results["tokens"] = runs, tokens
+    results["before"] = outputs(llm)
+    results["refreshed"] = llm.collective_rpc("quads_refresh")[0]["changed"]
+    llm.collective_rpc("quads_save_selection", args=(str(out / f"{method}_{FILE}"),))
+    results["after"] = outputs(llm)
+    return results
+
+
+def part_eager(method: str, out: Path) -> dict[str, Any]:
+    """A fresh engine that starts with the file."""
+    options = {"quads": {**options_of(method)["quads"], "selection_file": ""}}
+    options["quads"]["selection_file"] = str(out / f"{method}_{FILE}")
+    llm = engine(MODEL, quantization="quads_nvfp4", enforce_eager=True, additional_config=options)
+    return {"outputs": outputs(llm)}
+
+
+def part_sleep() -> dict[str, Any]:
+    """Check 3; the sync must not be a boundary that is due."""
+    options = options_of("quads_splice")
+    options["quads"]["refresh_interval"] = 100
+    llm = engine(
+        MODEL,
+        quantization="quads_nvfp4",
+        compilation_config=GRAPHS,
+        additional_config=options,
+        enable_sleep_mode=True,
+    )
+    decode(llm, BATCH)
+    before = counted(llm)
+    llm.sleep(level=2)
+    llm.wake_up(tags=["weights"])
+    sync(llm, second_weights(), "one by one")
+    llm.wake_up(tags=["kv_cache"])
+    return {"same": counted(llm) == before, "rows": max(max(v, default=0) for v in before.values())}
+
+
+def part_decode(gathering: bool) -> dict[str, Any]:
+    """Check 4: seconds of a decode step by batch size, nine runs each."""
+    from vllm import SamplingParams
+
+    from vllm_quads import compensation
+
+    if not gathering:
+        compensation.rows_unknown = lambda *_: "this measurement"
+    sizes = [8, 128]
+    llm = engine(
+        big_config(Path("/tmp/big-compensation")),
+        load_format="dummy",
+        quantization="quads_nvfp4",
+        compilation_config={**GRAPHS, "cudagraph_capture_sizes": sizes},
+        max_num_seqs=max(sizes),
+        gpu_memory_utilization=0.6,
+        additional_config={"quads": {"method": "quads"}},
+    )
+    found: dict[str, Any] = {"offered": 0}
+    for batch in sizes:
+        prompts = [{"prompt_token_ids": [3 + i % 7, 4, 5]} for i in range(batch)]
+        seconds = []
+        for _ in range(10):
+            times = []
+            for tokens in (2, 66):
+                params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                llm.generate(prompts, params, use_tqdm=False)
+                times.append(time.perf_counter() - start)
+            seconds.append((times[1] - times[0]) / 64)
+        found[str(batch)] = seconds[1:]
+    found["offered"] = max(int(s.statistics.offered) for s in compensator_of(llm).states)
+    return found
+
+
+PARTS = {
+    "padding quads": lambda out: part_padding("quads", out),
+    "padding quads_splice": lambda out: part_padding("quads_splice", out),
+    "sleep": lambda out: part_sleep(),
+    "eager quads": lambda out: part_eager("quads", out),
+    "eager quads_splice": lambda out: part_eager("quads_splice", out),
+    "decode on": lambda out: part_decode(True),
+    "decode off": lambda out: part_decode(False),
+}
+TOGETHER = (
+    ("padding quads", "padding quads_splice", "sleep"),
+    ("eager quads", "eager quads_splice"),
+    ("decode on",),
+    ("decode off",),
+)
+
+
+def checks(results: dict[str, Any]) -> list[tuple[str, bool, str]]:
+    """(what, holds, figures) of everything the results allow to check."""
+    found = []
+    for method in ("quads", "quads_splice"):
+        padding = results.get(f"padding {method}")
+        if padding is None:
+            continue
+        start, (plain, poisoned, again), tokens = (
+            padding["start"],
+            padding["runs"],
+            padding["tokens"],
+        )
+        served = padding["report"]["method"]
+        found.append((f"{method}: served", served == method, served))
+        none = not any(start[name][0] for name in start if name.endswith(("/count", "/offered")))
+        found.append((f"{method}: warm-up and capture counted nothing", none, ""))
+        offered = {plain[name][0] for name in plain if name.endswith("/offered")}
+        found.append((f"{method}: every token once", offered == {tokens}, f"{offered} {tokens=}"))
+        found.append((f"{method}: poisoned padding changes nothing", plain == poisoned, ""))
+        found.append((f"{method}: repeated", plain == again, ""))
+        found.append(
+            (f"{method}: a refresh changes outputs", padding["before"] != padding["after"], "")
+        )
+        eager = results.get(f"eager {method}")
+        if eager is not None:
+            same = eager["outputs"] == padding["after"]
+            found.append((f"{method}: the graph serves the new lists", same, ""))
+    if "sleep" in results:
+        sleep = results["sleep"]
+        found.append(("statistics survive sleep level 2", sleep["same"] and sleep["rows"] > 0, ""))
+    if {"decode on", "decode off"} <= results.keys():
+        on, off = results["decode on"], results["decode off"]
+        counted = on["offered"] > 0 and off["offered"] == 0
+        found.append(("gathering on and off", counted, f"{on['offered']} {off['offered']}"))
+        for batch in ("8", "128"):
+            times = [statistics.median(r[batch]) for r in (on, off)]
+            cost = times[0] / times[1] - 1
+            figures = f"{times[0] * 1e6:.1f} and {times[1] * 1e6:.1f} us a step"
+            found.append(
+                (f"batch {batch}: gathering costs {cost:.2%} (at most 1%)", cost <= 0.01, figures)
+            )
+    return found
+
+
+def main() -> None:
+    """Run everything, or one part."""
+    out = Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    if "--part" in sys.argv:
+        name = sys.argv[-1]
+        result = PARTS[name](out)
+        (out / f"{name.replace(' ', '_')}.json").write_text(json.dumps(result))
+        return
+    wanted = sys.argv[sys.argv.index("--only") + 1 :] if "--only" in sys.argv else list(PARTS)
+    results = run_together(__file__, TOGETHER, out, wanted)
+    found = checks(results)
+    for what, holds, figures in found:
+        print(f"{'ok  ' if holds else 'FAIL'} {what} {figures}")
+    good = all(holds for _, holds, _ in found) and len(results) == len(wanted)
+    print("ok" if good else "FAILED")
+    sys.exit(not good)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What the compiler makes of the compensation kernels for sm_80, sm_89 and sm_90.
+
+No multiply-add may be contracted, nothing may spill on sm_90, and one call of the statistics kernel
+must end early where nothing is sampled or switched on.
+"""
+
+import functools
+import re
+
+import pytest
+
+from quads_common.kernels import _compensated, _compensated_gemm, _statistics
+from quads_common.kernels.compensated_gemm import exact_config
+from quads_common.kernels.gemm import linear_config
+from quads_common.kernels.moe import moe_config
+from quads_common.kernels.statistics import CHUNK, ROW_BLOCKS, TILE_BLOCKS, WARPS
+from tests.kernels.offline import compile_kernel
+
+CAPABILITIES = [80, 89, 90]
+STACK = {80: 16, 89: 16, 90: 0}
+TABLES = {"ids_ptr": "*i32", "map_ptr": "*i32", "map_size": "i32"}
+ACTIVATION = {"limit": "fp32", "act_alpha": "fp32", "beta": "fp32", "HAS_LIMIT": False}
+ROWS = {"stride_row": "i32", "HAS_IDS": True, "HAS_MAP": False, "HAS_FACTOR": False}
+
+
+@functools.cache
+def rows(capability, activation, width, rac, hot, exact):
+    blocks = 128 if width > 1024 else 64
+    bits = activation != "none"  # the first input's list is one, the second's are many
+    arguments = {
+        "x_ptr": "*bf16", "factor_ptr": "*fp32", "block_mask_ptr": "*u8", "channels_ptr": "*i32",
+        "bits_ptr": "*i32", "next_channels_ptr": "*i32", "next_bits_ptr": "*i32",
+        "operand_ptr": "*fp16", "global_ptr": "*fp32", "hot_ptr": "*bf16", "packed_ptr": "*u8",
+        "scale_ptr": "*u8", "residual_packed_ptr": "*u8", "residual_scale_ptr": "*u8", **TABLES,
+        **ACTIVATION, **ROWS, "num_experts": "i32", "rows": "i32", "next_lists": "i32",
+        "alpha": "fp32", "WIDTH": width, "PLANE": -(-width // 256) * 32,
+        "PARTS": 1 + (exact and rac) + (hot == "part"), "ACTIVATION": activation, "RAC": rac,
+        "CHANNELS": 0 if hot == "none" else 64, "MANY_MASKS": True, "MANY_LISTS": bits,
+        "HAS_BITS": bits, "NEXT_CHANNELS": 0 if bits else 32, "NEXT_WIDTH": 768,
+        "FOLD_RESIDUAL": not exact, "HOT": hot, "SLOTS": 64, "PACKED": exact, "ROWS": 1,
+        "BLOCKS": blocks,
+    }  # fmt: skip
+    return compile_kernel(
+        _compensated.compensate_rows_kernel, arguments, capability, num_warps=blocks // 32
+    )
+
+
+@functools.cache
+def observed(capability, activation, width, splice, per_channel):
+    names = ("count", "mean", "m2", "plain", "served", "left", "underflow", "energy")
+    arguments = {
+        "x_ptr": "*bf16", "factor_ptr": "*fp32", "mask_ptr": "*u8", "bits_ptr": "*i32",
+        **{f"{name}_ptr": "*fp64" for name in names}, "offered_ptr": "*i64", "enabled_ptr": "*u8",
+        **TABLES, **ACTIVATION, **ROWS, "tokens": "i32", "groups": "i32", "alpha": "fp32",
+        "WIDTH": width, "PERIOD": 64, "TOP_K": 8, "ACTIVATION": activation, "HAS_MASK": True,
+        "SPLICE": splice, "MANY": True, "PER_CHANNEL": per_channel, "CHUNK": CHUNK, "SLOTS": 8,
+        "BLOCKS": TILE_BLOCKS, "ROW_BLOCKS": ROW_BLOCKS,
+    }  # fmt: skip
+    return compile_kernel(_statistics.observe_kernel, arguments, capability, num_warps=WARPS)
+
+
+@functools.cache
+def gemm(capability, config, k, stored, channels):
+    hot = stored == 3
+    arguments = {
+        "x_ptr": "*bf16" if hot else "*fp16", "row_scale_ptr": "*fp32", "hot_ptr": "*bf16",
+        "word_ptr": "*i32", "scale_ptr": "*u8", "global_ptr": "*fp32", "column_ptr": "*bf16",
+        "bias_ptr": "*bf16", "router_ptr": "*fp32", "y_ptr": "*bf16", "slots_ptr": "*i32",
+        "experts_ptr": "*i32", "num_slots": "i32", "n": "i32", "rac_alpha": "fp32", "K": k,
+        "PLANE": k // 8, "STORED": stored, "PARTS": {1: 1, 2: 2, 3: 4}[stored], "RAC": stored > 1,
+        "HOT": hot, "CHANNELS": channels, "BLOCK_C": 32, "TOP_K": 8, "GROUPED": True,
+        "HAS_BIAS": True, "HAS_ROUTER": True, "FP16": not hot, "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.stages,
+    }  # fmt: skip
+    return compile_kernel(
+        _compensated_gemm.compensated_gemm_kernel, arguments, capability, num_warps=config.warps,
+        num_stages=config.stages,
+    )  # fmt: skip
+
+
+def contracted(compiled):
+    return re.findall(r"fma\.rn\.f32.*", compiled.ptx)
+
+
+ROW_FORMS = [
+    ("none", 2048, True, "none", False),
+    ("none", 2048, True, "fold", False),
+    ("silu", 768, True, "fold", False),
+    ("silu", 768, False, "list", False),
+    ("silu", 768, True, "part", True),
+]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("form", ROW_FORMS, ids=str)
+def test_quantizers_contract_nothing(form, capability):
+    compiled = rows(capability, *form)
+    assert not contracted(compiled)
+    assert compiled.stack <= STACK[capability]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    "form",
+    [("none", 2048, True, False), ("silu", 768, True, True), ("none", 12288, False, False)],
+    ids=str,
+)
+def test_statistics_contract_nothing(form, capability):
+    compiled = observed(capability, *form)
+    assert not contracted(compiled)
+    assert "fma.rn.f64" not in compiled.ptx
+    assert compiled.stack <= STACK[capability]
+    # Two atomics, which count programs exactly: no sum depends on the order in which those come.
+    atomics = re.findall(r"\batom\.\S+", compiled.ptx)
+    assert sorted(atomics) == [f"atom.global.gpu.acq_rel.add.{kind}" for kind in ("f64", "u64")]
+    assert compiled.shared <= 8 * 1024  # finds room beside a GEMM
+
+
+TILES = {(linear_config(rows), 2048) for rows in (1, 20, 500)}
+for tokens in (1, 16, 128, 256, 4096):
+    both = moe_config(tokens, 8, 128)
+    TILES |= {(both.gemm1, 2048), (both.gemm2, 768)}
+
+
+@pytest.mark.parametrize(
+    "stored, channels", [(2, 0), (3, 0), (1, 64)], ids=["rac", "splice-rac", "columns"]
+)
+@pytest.mark.parametrize("config, k", sorted(TILES, key=str), ids=str)
+def test_gemms_do_not_spill(config, k, stored, channels):
+    tile = config if stored == 1 else exact_config(config, stored)
+    compiled = gemm(90, tile, k, stored, channels)
+    assert compiled.stack == 0
+    assert not contracted(compiled)
+    assert re.search(r"cp\.async\.cg\.shared\.global .* 0x10,", compiled.ptx)  # weights
+    assert compiled.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("capability, shared", [(80, 163), (89, 99)])
+@pytest.mark.parametrize("stored, channels", [(3, 0), (1, 64)], ids=["splice-rac", "columns"])
+def test_gemms_fit_older_gpus(capability, shared, stored, channels):
+    config = moe_config(4096, 8, 128).gemm1
+    tile = config if stored == 1 else exact_config(config, stored)
+    compiled = gemm(capability, tile, 2048, stored, channels)
+    assert compiled.stack <= STACK[capability]
+    assert compiled.shared <= shared * 1024

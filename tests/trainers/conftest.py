@@ -1,0 +1,25 @@
+"""These tests need the environment of tools/setup_trainer_env.py: `make test-trainers`."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+NEEDED = ("trl", "verl", "openrlhf", "vllm")
+
+
+def pytest_collection_modifyitems(items):
+    """Skip, with a reason, what lies in this folder."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        reason = pytest.mark.skip(reason=f"needs {', '.join(missing)}: make test-trainers")
+        for item in items:
+            if Path(item.fspath).parent == Path(__file__).parent:
+                item.add_marker(reason)
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    """What a user may have set must not decide."""
+    for name in ("VLLM_QUADS_CONFIG", "VLLM_QUADS_TIM"):
+        monkeypatch.delenv(name, raising=False)

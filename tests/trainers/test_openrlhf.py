@@ -1,0 +1,118 @@
+"""OpenRLHF 0.11.2: its loss with the filter, and an emulation of its weight sync.
+
+Its Ray actors and its ``WorkerWrap`` (CUDA only) cannot run here; the loop that they run is done
+by ``run_openrlhf_emulation.py``.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from quads_common.fingerprint import differing
+from quads_common.mismatch import FilterOptions, select_sequences, sequence_statistics
+from quads_common.qat.weight import prepared_weights
+from quads_trainers import openrlhf
+from tests.mismatch.batches import drifted_batch
+from tests.trainers.running import run_script
+
+pytest.importorskip("openrlhf", reason="needs OpenRLHF: make test-trainers")
+
+
+def module_of_openrlhf(name):
+    """A module of OpenRLHF without its package's __init__, which imports what needs CUDA.
+
+    ``deepspeed``, which a neighbour imports and the loss never calls, is an empty module.
+    """
+    sys.modules.setdefault("deepspeed", ModuleType("deepspeed"))
+    (folder,) = importlib.util.find_spec("openrlhf").submodule_search_locations
+    package = ModuleType("openrlhf_models_alone")
+    package.__path__ = [str(Path(folder) / "models")]
+    sys.modules[package.__name__] = package
+    return importlib.import_module(f"{package.__name__}.{name}")
+
+
+@pytest.fixture(scope="module")
+def policy_loss():
+    return module_of_openrlhf("loss").PolicyLoss
+
+
+def arguments(data):
+    rollout = torch.full_like(data.delta, -1.0)
+    old = rollout + data.delta.masked_fill(~data.mask, 0.0)
+    log_probs = (old + 0.01).requires_grad_()
+    advantages = torch.randn(len(data.delta), 1).expand_as(data.delta)
+    return log_probs, old, advantages, data.mask.float(), rollout
+
+
+def test_dropped_sequences_get_no_gradient(policy_loss):
+    data = drifted_batch(100, 4)
+    log_probs, old, advantages, mask, rollout = arguments(data)
+    filtered = openrlhf.filtered_policy_loss(policy_loss, FilterOptions())
+    options = {"is_correction_level": "token"}
+    loss = filtered(**options)(log_probs, old, advantages, mask, rollout)[0]
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    keep = select_sequences(sequence_statistics(data.delta, data.mask), FilterOptions()).keep
+    assert int((~keep).sum()) == 8
+    assert not gradient[~keep].any()
+    # The rest is OpenRLHF's own loss with those sequences masked.
+    own = policy_loss(**options)(log_probs, old, advantages, mask * keep[:, None], rollout)[0]
+    (expected,) = torch.autograd.grad(own, log_probs)
+    assert torch.equal(gradient, expected) and torch.equal(loss, own)
+
+
+def test_micro_batches_share_one_cap(policy_loss):
+    loss = openrlhf.filtered_policy_loss(policy_loss, FilterOptions())(is_correction_level="token")
+    for seed in range(10):
+        loss(*arguments(drifted_batch(4, 1, seed=seed)))
+    assert (loss.tim_cap.seen, loss.tim_cap.dropped) == (40, 4)
+
+
+def test_it_needs_the_rollouts_log_probs(policy_loss):
+    loss = openrlhf.filtered_policy_loss(policy_loss, FilterOptions())()
+    with pytest.raises(ValueError, match="is_correction_level"):
+        loss(*arguments(drifted_batch(4, 1))[:4])
+
+
+class StandInActor(torch.nn.Module):
+    """Takes what OpenRLHF's Actor takes and holds the model where it does."""
+
+    def __init__(self, pretrain, ds_config=None):
+        super().__init__()
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(pretrain, dtype=torch.bfloat16)
+
+
+def test_the_policy_is_prepared_and_zero_3_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_QUADS_CONFIG", '{"enable": true, "global_scale_rule": "te"}')
+    module = SimpleNamespace(Actor=StandInActor, PolicyLoss=torch.nn.Module)
+    openrlhf.patch_ppo_actor(module)
+    assert module.PolicyLoss is torch.nn.Module  # VLLM_QUADS_TIM is not set
+    weights = prepared_weights(module.Actor("examples/models/arith-moe"))
+    assert len(weights) == 8 and {weight.rule for weight in weights} == {"te"}
+    with pytest.raises(NotImplementedError, match="zero_stage 2"):
+        module.Actor("x", ds_config={"zero_optimization": {"stage": 3}})
+
+
+def test_without_the_variables_nothing_is_replaced():
+    module = SimpleNamespace(Actor=StandInActor, PolicyLoss=torch.nn.Module)
+    openrlhf.patch_ppo_actor(module)
+    assert (module.Actor, module.PolicyLoss) == (StandInActor, torch.nn.Module)
+
+
+@pytest.mark.engine
+def test_emulated_per_tensor_sync(tmp_path):
+    """An emulation: one tensor a call, BF16, nothing afterwards; not OpenRLHF's own actors."""
+    seen = run_script("run_openrlhf_emulation.py", tmp_path)
+    assert seen["quantization"] == "quads_nvfp4"
+    for facts in seen["steps"]:
+        assert len(facts["trainer"]) == 128 and not differing(facts["trainer"], facts["engine"])
+    first, last = seen["steps"][0]["trainer"], seen["steps"][-1]["trainer"]
+    assert len(differing(first, last)) == 128
+    stale = differing(seen["skipped"]["trainer"], seen["skipped"]["engine"])
+    # A stacked tensor that is not sent leaves every expert of its layer as it was.
+    assert stale == sorted(f"model.layers.1.mlp.experts.{e}.w2" for e in range(16))
