@@ -13,6 +13,10 @@ place that knows what is wrong with that CPU build:
    distribution called ``vllm`` and dies without one, and vLLM picks its CPU platform by the letters
    "cpu" in that version. So we write the metadata of a ``vllm 0.32.0+cpu`` beside it.
 
+A second, older Triton comes into a folder of its own inside the environment, ``triton-3.6.0``,
+beside the newest one that the engine brings: tests compile kernels with both, each in its own
+process.
+
 All of this is for CPU only. With a GPU, run ``pip install .[vllm]`` beside a normal vLLM instead:
 nothing here applies there.
 
@@ -34,6 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON_VERSION = (3, 11)  # what the pinned wheels were checked with
 TORCH = "torch==2.13.0"
 DEFAULT_ENGINE = "0.32.0"
+# What torch 2.11 comes with. The compatibility environments, of other engines, need no second one.
+OLD_TRITON = "triton==3.6.0"
 # Installed by us, or not at all: reason 1 above.
 NOT_FROM_ENGINE = ("torch", "torchvision", "torchaudio", "torchcodec")
 STAMP = "quads-setup.sha256"
@@ -54,6 +60,8 @@ def main() -> None:
     start = time.monotonic()
     python = create_venv(venv)
     install(python, engine)
+    if engine == DEFAULT_ENGINE:
+        install_old_triton(python, venv)
     stamp.write_text(digest)
     print(f"setup: {venv} is ready after {time.monotonic() - start:.0f} s", flush=True)
 
@@ -112,6 +120,14 @@ def install(python: Path, engine: str) -> None:
     # setuptools came with the engine: no isolated build environment has to be made.
     options = ["--no-warn-conflicts", "--no-build-isolation", "--editable"]
     pip(python, "install", *options, f"{ROOT}[dev]")
+
+
+def install_old_triton(python: Path, venv: Path) -> None:
+    """Put ``OLD_TRITON`` into a folder that only those see who put it on their PYTHONPATH."""
+    folder = venv / OLD_TRITON.replace("==", "-")
+    say(f"installing {OLD_TRITON} into {folder}")
+    shutil.rmtree(folder, ignore_errors=True)
+    pip(python, "install", "--no-deps", "--target", folder, OLD_TRITON)
 
 
 def engine_requirements(python: Path) -> list[str]:

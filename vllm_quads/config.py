@@ -19,7 +19,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from quads_common.backend import choose_backend
+from quads_common.backend import choose_backend, general_backend
 from quads_common.compensation.layers import Runtime
 from quads_common.compensation.ops import can_compensate
 from quads_common.options import (
@@ -156,7 +156,7 @@ class QuadsNvfp4Config(QuantizationConfig):
                 prefix,
                 self._members(prefix),
                 self.load_format,
-                self.backend,
+                general_backend(self.backend),
                 self._runtime(),
             )
         if isinstance(layer, RoutedExperts):
@@ -191,7 +191,7 @@ class QuadsNvfp4Config(QuantizationConfig):
             vllm_config.device_config.device_type,
             current_platform.get_device_capability(),
         )
-        check_supported(vllm_config, self.backend, self.options.act)
+        check_supported(vllm_config, general_backend(self.backend), self.options.act)
         self.options = self._runnable(self.options)
         logger.info_once(
             "quads_nvfp4: method %s, act %s, targets %s, backend %s",
@@ -207,7 +207,7 @@ class QuadsNvfp4Config(QuantizationConfig):
 
         An engine that was started without naming a method is served plainly, with a WARNING.
         """
-        if not options.compensates or can_compensate(self.backend):
+        if not options.compensates or can_compensate(general_backend(self.backend)):
             return options
         if options.method is not None or options.knobs or options.selection_file is not None:
             raise ValueError(

@@ -4,18 +4,23 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from quads_common.activation import Activation
+from quads_common.backend import general_backend, moe_backend
 from quads_common.compensation.layers import LayerInput, Runtime
 from quads_common.compensation.ops import quads_moe_compensated
 from quads_common.compensation.site import moe_sites
 from quads_common.ops import quads_moe
 from quads_common.options import QuadsOptions
+from quads_common.weight_tiles import TileLayout
 from vllm_quads.experts import ExpertLoader, ExpertShards, check_sizes
 from vllm_quads.loading import add_quantized_weight, finish_loading, load_themselves
 
 __all__ = ["QuadsMoEMethod"]
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures no logger but its own
 
 
 class QuadsMoEMethod(FusedMoEMethodBase):
@@ -61,6 +66,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         inner = intermediate_size_per_partition
         rule = self.options.global_scale_rule
         shards = ExpertShards(self.prefix, layer.expert_map, self.moe, hidden_size, inner, gated)
+        tiled = self._choose_backend(num_experts, hidden_size, inner)
         w13 = add_quantized_weight(
             layer,
             "w13_weight",
@@ -69,6 +75,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             ("w1", "w3") if gated else ("w1",),
             shards.w13,
             rule,
+            TileLayout(gate_up=True) if tiled else None,
         )
         w2 = add_quantized_weight(
             layer,
@@ -78,6 +85,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             ("w2",),
             shards.w2,
             rule,
+            TileLayout(gate_up=False) if tiled else None,
         )
         loader = ExpertLoader(self.prefix, w13, w2, layer.expert_map_manager, self.moe)
         if self.runtime is not None:
@@ -88,6 +96,27 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         layer.w2_weight.weight_loader = loader.load
         layer.load_weights = loader.named(layer, layer.load_weights)
         load_themselves(layer, [w13, w2], self._on_boundary())
+
+    def _choose_backend(self, experts: int, hidden: int, inner: int) -> bool:
+        """Settle this layer's backend, once, by its shape; whether its weights are tiled."""
+        lists = self.options.compensation if self.runtime is not None else None
+        rac = lists is not None and lists.ratio("w2") > 0
+        splice = lists is not None and lists.splice_count("w2") > 0
+        if lists is not None and lists.splice_weight == "bf16":
+            self.backend = general_backend(self.backend)
+            return False
+        chosen, reason = moe_backend(
+            self.backend, experts, hidden, inner, self.activation, self.options.act, rac, splice
+        )
+        if reason is not None:
+            logger.info_once(
+                "quads_nvfp4: MoE layers run on backend %s, not %s: %s",
+                chosen,
+                self.backend,
+                reason,
+            )
+        self.backend = chosen
+        return chosen == "hopper"
 
     def _compensate(
         self, layer: nn.Module, shards: ExpertShards, runtime: Runtime

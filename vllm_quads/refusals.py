@@ -42,8 +42,8 @@ def check_supported(vllm_config: VllmConfig, backend: str, act: str) -> None:
         "CUDA graphs (backend emulated): add --enforce-eager": (
             backend == "emulated" and on_cuda and not vllm_config.model_config.enforce_eager
         ),
-        "--dtype float32 with act bf16 (backend triton): use bfloat16 or backend emulated": (
-            backend == "triton"
+        f"--dtype float32 with act bf16 (backend {backend}): use bfloat16 or backend emulated": (
+            backend != "emulated"
             and act == "bf16"
             and vllm_config.model_config.dtype == torch.float32
         ),

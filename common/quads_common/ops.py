@@ -28,7 +28,8 @@ def quads_linear(
 ) -> torch.Tensor:
     """See ``quads_common.gemm.linear``. global_scale: one element, any shape.
 
-    backend: what ``quads_common.backend.choose_backend`` returned.
+    backend: what ``quads_common.backend.choose_backend`` returned, for this layer
+        (``general_backend``; ``moe_backend`` for ``quads_moe``).
     """
     weight = QuantizedTensor(packed, block_scale, global_scale.reshape(()))
     return _layers(backend)[0](x, weight, bias, act=act)
@@ -89,6 +90,16 @@ def _layers(backend: str) -> tuple[Callable[..., torch.Tensor], Callable[..., to
         from quads_common.kernels.moe import fused_moe_triton
 
         return linear_triton, fused_moe_triton
+    if backend == "hopper":
+        from quads_common.kernels.gemm import linear_triton
+        from quads_common.kernels.moe import fused_moe_hopper
+
+        return linear_triton, fused_moe_hopper
+    if backend == "blackwell":
+        from quads_common.kernels.blackwell.linear import linear_blackwell
+        from quads_common.kernels.blackwell.moe import fused_moe_blackwell
+
+        return linear_blackwell, fused_moe_blackwell
     raise ValueError(f"backend {backend!r} has no layers: choose_backend returns one that has")
 
 

@@ -121,8 +121,8 @@ def test_operators_check_out():
 def test_other_backends_are_refused_by_name():
     layer = Linear()
     q = layer.q
-    with pytest.raises(ValueError, match="backend 'hopper' cannot compensate"):
+    with pytest.raises(ValueError, match="backend 'marlin' cannot compensate"):
         quads_linear_compensated(
             normal(5, HIDDEN), q.packed, q.block_scale, q.global_scale, None, None, None, None, 1.0,
-            buffers(layer.state), 0, None, "hopper",
+            buffers(layer.state), 0, None, "marlin",
         )  # fmt: skip

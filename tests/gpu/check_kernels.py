@@ -58,9 +58,11 @@ GROUPS = {
     "tokens": compare_quantize.tokens,
     "activations": compare_quantize.activations,
     "units": compare_units.units,
+    "tiled units": compare_units.tiled_units,
     "routing": compare_gemm.routing,
     "linears": compare_gemm.linears,
     "layers": compare_gemm.layers,
+    "tiled layers": compare_gemm.tiled_layers,
     "variants": compare_variants.variants,
     "graphs": compare_gemm.graphs,
 }

@@ -27,7 +27,7 @@ from quads_common.kernels.compensated import (
 from quads_common.kernels.compensated_gemm import compensated_gemm
 from quads_common.kernels.compensated_rows import compensate_rows
 from quads_common.kernels.gemm import linear_triton
-from quads_common.kernels.moe import fused_moe_triton, moe_config
+from quads_common.kernels.moe import DOWN, GATE_UP, fused_moe_triton, moe_config
 from quads_common.kernels.route import Routes, make_table
 from quads_common.kernels.rows import quantize_rows
 from tests.kernels.compare_gemm import random_ids
@@ -315,3 +315,29 @@ def plain_layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
         )
         wrong = int((got != plain).sum())
         yield f"moe, {name} selected", wrong == 0, f"{wrong} differ from plain"
+
+
+def tiled_layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
+    """Tiled weights give what canonical ones do, up to the order of sums."""
+    hidden, inner, experts, top_k = (128, 128, 2, 1) if quick else next(iter(shapes.values()))
+    generator = torch.Generator(device).manual_seed(37)
+    w13 = random_weight(experts, 2 * inner, hidden, generator=generator, device=device)
+    w2 = random_weight(experts, hidden, inner, generator=generator, device=device)
+    tiled = GATE_UP.tile(w13), DOWN.tile(w2)
+    x = random_rows(3 if quick else 64, hidden, generator=generator, device=device)
+    ids = random_ids(len(x), top_k, experts, torch.Generator().manual_seed(1)).to(device)
+    router = torch.rand(ids.shape, generator=generator, device=device)
+    for name, exact in (("splice rac", False), ("splice rac", True), ("columns", False)):
+        first = PRESETS[name].lists(hidden, 1, 2 * inner, device)
+        if first.columns is not None:
+            columns = first.columns.expand(experts, -1, -1).contiguous()
+            first = replace(first, columns=columns)
+        lists: dict = {
+            "w13_input": first,
+            "w2_input": PRESETS[name].lists(inner, experts, hidden, device),
+            "exact": exact,
+        }
+        want = fused_moe_compensated_triton(x, w13, w2, router, ids, **lists)
+        got = fused_moe_compensated_triton(x, *tiled, router, ids, **lists, tiled=True)
+        error = float(row_errors(got, want).mean())
+        yield f"moe tiled {name} exact={exact}", error < 5e-3, f"mean error of a row {error:.1e}"

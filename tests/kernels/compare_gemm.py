@@ -15,6 +15,7 @@ from quads_common.kernels.moe import fused_moe_triton, moe_config
 from quads_common.kernels.route import Routes, make_table, sum_slots_triton
 from quads_common.kernels.rows import quantize_rows
 from quads_common.moe import fused_moe, local_expert_ids, sum_slots
+from quads_common.weight_tiles import TileLayout
 from tests.kernels.exact import (
     moe_reference,
     product_and_bound,
@@ -200,6 +201,26 @@ def one_layer(
         )
         ok = bool(torch.equal(alone[0], whole[0]))
         yield f"{name} first token alone", ok, "bits equal" if ok else "bits differ"
+
+
+def tiled_layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
+    """Layers that read tiled weights: the same products in the same order, hence the same bits."""
+    generator = torch.Generator(device).manual_seed(8)
+    sizes = [(256, 128, 3, 2)] if quick else [(2048, 768, 128, 8), (4096, 384, 128, 8)]
+    for hidden, inner, experts, top_k in sizes:
+        w13 = random_weight(experts, 2 * inner, hidden, generator=generator, device=device)
+        w2 = random_weight(experts, hidden, inner, generator=generator, device=device)
+        tiled = TileLayout(gate_up=True).tile(w13), TileLayout(gate_up=False).tile(w2)
+        for count in (4,) if quick else (4, 200, 2000):
+            for act in ("nvfp4", "bf16"):
+                x = random_rows(count, hidden, generator=generator, device=device)
+                ids = random_ids(count, top_k, experts, torch.Generator().manual_seed(count))
+                ids = ids.to(device)
+                router = torch.rand(ids.shape, generator=generator, device=device)
+                want = fused_moe_triton(x, w13, w2, router, ids, act=act)
+                got = fused_moe_triton(x, *tiled, router, ids, act=act, tiled=True)
+                differ = int((got != want).sum())
+                yield f"tiled {hidden}x{inner} {count} {act}", differ == 0, f"{differ} differ"
 
 
 def graphs(device: str, shapes: dict, quick: bool) -> Iterator[Check]:

@@ -43,6 +43,7 @@ class Case:
     mapped: bool = False
     activation: Activation | None = None
     factor: bool = False
+    planes: bool = False
     dtype: torch.dtype = torch.bfloat16
     calls: tuple[int, ...] = (5, 1, 9)
 
@@ -55,6 +56,7 @@ def cases(shapes: dict, quick: bool) -> dict[str, Case]:
             "no mask, every row": Case(48, mask=False, period=1, calls=(3, 2), alpha=0.5),
             "several tiles": Case(1040, channels=16, period=2, calls=(9, 5)),
             "w2": Case(inner, experts, channels=5, per_channel=True, activation=Activation()),
+            "planes": Case(inner, experts, channels=5, planes=True, calls=(8,)),
             "factor, fp32": Case(32, factor=True, dtype=torch.float32, period=1, calls=(7,)),
             "expert map": Case(16, experts, mapped=True, dtype=torch.float16, calls=(12,)),
         }
@@ -70,6 +72,7 @@ def cases(shapes: dict, quick: bool) -> dict[str, Case]:
         ),
         "wide linear": Case(12288, period=8, channels=64, calls=(100, 3)),
         "wide linear, per channel": Case(2880, period=2, per_channel=True, calls=(33,)),
+        "w2 in planes": Case(inner, experts, period=8, channels=32, planes=True, calls=(64, 5)),
         "w2, expert map": Case(inner, experts, period=4, mapped=True, calls=(64,), alpha=0.75),
         "router weight first": Case(hidden, period=4, factor=True, calls=(64,)),
         "fp32, every row": Case(464, period=1, dtype=torch.float32, calls=(19, 2)),
@@ -154,6 +157,9 @@ def one_forward(
     if case.activation is not None:
         values = quantize_rows(x, activation=case.activation, operand=False, product=True).product
     options: dict = {"row_mask": mask, "activation": case.activation, "row_factor": factor}
+    if case.planes:
+        x = x.unflatten(1, (-1, 8)).transpose(1, 2).reshape(x.shape)
+        options["planes"] = True
     aside = Beside(x.device)
     aside.run(lambda: observe_triton(got, x, lists, case.period, routes=routes, **options))
     aside.join()

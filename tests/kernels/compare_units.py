@@ -11,6 +11,7 @@ import torch
 
 from quads_common.format import GlobalScaleRule
 from quads_common.kernels.units import UnitQuantizer
+from quads_common.weight_tiles import TileLayout
 from quads_common.weight_units import Piece, WeightUnits
 from tests.kernels.compare_quantize import DTYPES_AND_RULES
 
@@ -19,16 +20,16 @@ Check = tuple[str, bool, str]
 
 def make_units(
     shape: tuple[int, int, int], parts: tuple[str, ...], device: str, kernels: bool,
-    rule: GlobalScaleRule = "pow2",
+    rule: GlobalScaleRule = "pow2", layout: TileLayout | None = None,
 ) -> WeightUnits:  # fmt: skip
     """Units over storage full of 0xA5; ``kernels`` on the CPU: those of the GPU, interpreted."""
     count, n, k = shape
     packed = torch.full((count, n, k // 2), 0xA5, dtype=torch.uint8, device=device)
     scale = torch.full((count, n, k // 16), 0x5A, dtype=torch.uint8, device=device)
     scale, total = scale.view(torch.float8_e4m3fn), torch.full((count,), 7.0, device=device)
-    units = WeightUnits("layer.w", parts, packed, scale, total, lambda unit: [], rule)
+    units = WeightUnits("layer.w", parts, packed, scale, total, lambda unit: [], rule, layout)
     if kernels and device == "cpu":
-        units._on_gpu = UnitQuantizer(packed, scale, total, len(parts), rule, programs=1)
+        units._on_gpu = UnitQuantizer(packed, scale, total, len(parts), rule, 1, layout)
     return units
 
 
@@ -56,6 +57,37 @@ def units(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
     yield from unusual_tensors(device, generator)
     yield from bad_units(device)
     yield from bad_units_later(device)
+
+
+def tiled_units(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
+    """Units stored in tiles, the second sync over the first, and what they say they hold."""
+    generator = torch.Generator().manual_seed(10)
+    sizes = [(256, 64)] if quick else [(256, 64), (2048, 768), (4096, 1408)]
+    for hidden, inner in sizes:
+        for layout, rows, k, parts in (
+            (TileLayout(gate_up=True), 2 * inner, hidden, ("w1", "w3")),
+            (TileLayout(gate_up=False), inner, hidden, ("w2",)),
+        ):
+            mine = make_units((2, rows, k), parts, device, True, layout=layout)
+            want = make_units((2, rows, k), parts, "cpu", False, layout=layout)
+            plain = make_units((2, rows, k), parts, "cpu", False)
+            for unit in (1, 0, 1):
+                for first, part in enumerate(parts):
+                    full = torch.randn((inner, k), generator=generator).to(torch.bfloat16)
+                    for units_ in (mine, want, plain):
+                        piece = Piece(inner, first_row=first * inner)
+                        units_.load(unit, part, full.to(units_.packed.device), part, piece)
+            same, text = same_storage(mine, want)
+            yield f"tiled units {layout} {rows}x{k}", same and not mine.missing(), text
+            held = [mine.quantized(unit) for unit in range(2)]
+            ok = all(
+                torch.equal(h.packed.cpu(), plain.packed[u])
+                and torch.equal(
+                    h.block_scale.cpu().view(torch.uint8), plain.block_scale[u].view(torch.uint8)
+                )
+                for u, h in enumerate(held)
+            )
+            yield f"tiled units {layout} {rows}x{k} canonical", ok, "differ"
 
 
 def expert_pairs(

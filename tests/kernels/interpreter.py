@@ -19,7 +19,7 @@ ORIGINAL_CAST = InterpreterBuilder.cast_impl
 def apply() -> None:
     """Patch the interpreter; twice is once."""
     InterpreterBuilder.cast_impl = _cast
-    InterpreterBuilder.create_fp_to_fp = lambda self, src, dtype, mode=None: _convert(src, dtype)
+    InterpreterBuilder.create_fp_to_fp = lambda self, src, dtype, mode=None: convert(src, dtype)
     InterpreterBuilder.create_dot = _dot
     InterpreterBuilder.create_inline_asm = _inline_asm
 
@@ -35,7 +35,8 @@ def _values(handle: TensorHandle) -> np.ndarray:
     return (handle.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _convert(src: TensorHandle, dtype) -> TensorHandle:
+def convert(src: TensorHandle, dtype) -> TensorHandle:
+    """Between the interpreter's floating types but FP8: to nearest, ties to even."""
     values, scalar = _values(src), dtype.scalar
     if not _is_bf16(scalar):
         return TensorHandle(values.astype(interpreter._get_np_dtype(scalar)), scalar)
@@ -46,7 +47,7 @@ def _convert(src: TensorHandle, dtype) -> TensorHandle:
 
 def _cast(self, src: TensorHandle, dtype) -> TensorHandle:
     if _is_bf16(src.dtype) or _is_bf16(dtype):
-        return _convert(src, dtype)
+        return convert(src, dtype)
     return ORIGINAL_CAST(self, src, dtype)
 
 
@@ -57,8 +58,20 @@ def _dot(self, a, b, d, input_precision, max_num_imprecise_acc) -> TensorHandle:
 
 def _inline_asm(self, text, constraints, values, types, is_pure, pack):
     """Elements are packed in pairs along the last dimension, as in any layout that the GPU uses."""
+    outputs = len(re.findall("=[rh]", constraints))
+    types = types if isinstance(types, list | tuple) else [types]
+    if pack == 1:
+        unsigned = {8: np.uint64, 2: np.uint16}
+        inputs = [v.data.view(unsigned[v.data.itemsize]) for v in values]
+        inputs = [v.astype(np.uint32) if v.itemsize == 2 else v for v in inputs]
+        results = [r.astype(np.uint16) for r in execute(text, inputs, outputs)]
+        return _Results(
+            [
+                TensorHandle(r.view(interpreter._get_np_dtype(t.scalar)), t.scalar)
+                for r, t in zip(results, types, strict=True)
+            ]
+        )
     assert pack == 2, f"{pack=}"
-    outputs = len(re.findall("=r", constraints))
     inputs = []
     for value in values:
         even, odd = value.data[..., 0::2], value.data[..., 1::2]
@@ -68,7 +81,6 @@ def _inline_asm(self, text, constraints, values, types, is_pure, pack):
             even, odd = (np.ascontiguousarray(x).view(np.uint16) for x in (even, odd))
             inputs.append(even.astype(np.uint32) | (odd.astype(np.uint32) << np.uint32(16)))
     results = execute(text, inputs, outputs)
-    types = types if isinstance(types, list | tuple) else [types]
     handles = []
     for result, dtype in zip(results, types, strict=True):
         halves = np.stack([result & np.uint32(0xFFFF), result >> np.uint32(16)], -1)

@@ -25,7 +25,7 @@ class Compiled:
 
     def sass(self) -> str:
         """The machine code as text."""
-        return _cuobjdump(self.cubin, "-sass")
+        return cuobjdump(self.cubin, "-sass")
 
 
 def compile_kernel(
@@ -53,12 +53,13 @@ def compile_kernel(
     options = {"enable_fp_fusion": False} | options
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     cubin = built.asm["cubin"]
-    usage = _cuobjdump(cubin, "-res-usage")
+    usage = cuobjdump(cubin, "-res-usage")
     registers, stack = (int(re.search(rf"{n}:(\d+)", usage)[1]) for n in ("REG", "STACK"))
     return Compiled(built.asm["ptx"], cubin, registers, stack, built.metadata.shared)
 
 
-def _cuobjdump(cubin: bytes, option: str) -> str:
+def cuobjdump(cubin: bytes, option: str) -> str:
+    """What the tool says of machine code, e.g. with "-sass" or "-res-usage"."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

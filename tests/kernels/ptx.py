@@ -1,26 +1,41 @@
 """Executes the PTX of the kernels' inline assembly on numpy arrays: the text itself is tested."""
 
+import re
+
 import numpy as np
 import torch
 
 
 def execute(text: str, inputs: list[np.ndarray], outputs: int) -> list[np.ndarray]:
-    """Run an inline-assembly text on uint32 arrays: $0.. are outputs, the inputs follow."""
-    registers = {f"${outputs + i}": value.astype(np.uint32) for i, value in enumerate(inputs)}
+    """Run an inline-assembly text on arrays: $0.. are outputs, the inputs follow.
+
+    Registers are uint32; an input of 64 bits is uint64, one of 16 bits has its upper half 0.
+    """
+    registers = {f"${outputs + i}": value for i, value in enumerate(inputs)}
     shape = inputs[0].shape
-    for line in text.replace("{", "").replace("}", "").split(";"):
+    for line in text.strip().removeprefix("{").removesuffix("}").split(";"):
         line = line.strip()
         if not line or line.startswith(".reg"):
             continue
         name, operands = line.split(None, 1)
-        target, *sources = (operand.strip() for operand in operands.split(","))
-        values = [
-            registers[source]
-            if source in registers
-            else np.full(shape, int(source, 0) & 0xFFFFFFFF, np.uint32)
-            for source in sources
-        ]
-        registers[target] = INSTRUCTIONS[name](*values)
+        target, *sources = re.findall(r"{[^}]*}|[^\s,]+", operands)
+        if target.startswith("{"):  # one register to two of half its size
+            low, high = re.findall(r"[^\s,{}]+", target)
+            bits = {"mov.b64": 32, "mov.b32": 16}[name]
+            value = registers[sources[0]].astype(np.uint64)
+            registers[low] = (value & np.uint64(2**bits - 1)).astype(np.uint32)
+            registers[high] = (value >> np.uint64(bits)).astype(np.uint32)
+        elif sources[0].startswith("{"):
+            low, high = (registers[part] for part in re.findall(r"[^\s,{}]+", sources[0]))
+            registers[target] = low | (high << np.uint32(16))
+        else:
+            values = [
+                registers[source]
+                if source in registers
+                else np.full(shape, int(source, 0) & 0xFFFFFFFF, np.uint32)
+                for source in sources
+            ]
+            registers[target] = INSTRUCTIONS[name](*values)
     return [registers[f"${i}"] for i in range(outputs)]
 
 

@@ -38,7 +38,7 @@ def rows(capability, activation, width, rac, hot, exact):
         "CHANNELS": 0 if hot == "none" else 64, "MANY_MASKS": True, "MANY_LISTS": bits,
         "HAS_BITS": bits, "NEXT_CHANNELS": 0 if bits else 32, "NEXT_WIDTH": 768,
         "FOLD_RESIDUAL": not exact, "HOT": hot, "SLOTS": 64, "PACKED": exact, "ROWS": 1,
-        "BLOCKS": blocks,
+        "BLOCKS": blocks, "NEXT_MAY_START": capability == 90 and not bits,
     }  # fmt: skip
     return compile_kernel(
         _compensated.compensate_rows_kernel, arguments, capability, num_warps=blocks // 32
@@ -60,17 +60,19 @@ def observed(capability, activation, width, splice, per_channel):
 
 
 @functools.cache
-def gemm(capability, config, k, stored, channels):
+def gemm(capability, config, k, stored, channels, tiled="no"):
     hot = stored == 3
     arguments = {
         "x_ptr": "*bf16" if hot else "*fp16", "row_scale_ptr": "*fp32", "hot_ptr": "*bf16",
-        "word_ptr": "*i32", "scale_ptr": "*u8", "global_ptr": "*fp32", "column_ptr": "*bf16",
-        "bias_ptr": "*bf16", "router_ptr": "*fp32", "y_ptr": "*bf16", "slots_ptr": "*i32",
+        "word_ptr": "*i32" if tiled == "no" else "*i64", "scale_ptr": "*u8", "global_ptr": "*fp32",
+        "column_ptr": "*bf16", "bias_ptr": "*bf16", "router_ptr": "*fp32", "y_ptr": "*bf16",
+        "slots_ptr": "*i32",
         "experts_ptr": "*i32", "num_slots": "i32", "n": "i32", "rac_alpha": "fp32", "K": k,
         "PLANE": k // 8, "STORED": stored, "PARTS": {1: 1, 2: 2, 3: 4}[stored], "RAC": stored > 1,
         "HOT": hot, "CHANNELS": channels, "BLOCK_C": 32, "TOP_K": 8, "GROUPED": True,
         "HAS_BIAS": True, "HAS_ROUTER": True, "FP16": not hot, "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.stages,
+        "TILED": tiled,
     }  # fmt: skip
     return compile_kernel(
         _compensated_gemm.compensated_gemm_kernel, arguments, capability, num_warps=config.warps,
@@ -102,7 +104,12 @@ def test_quantizers_contract_nothing(form, capability):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
     "form",
-    [("none", 2048, True, False), ("silu", 768, True, True), ("none", 12288, False, False)],
+    [
+        ("none", 2048, True, False),
+        ("silu", 768, True, True),
+        ("planes", 768, True, False),
+        ("none", 12288, False, False),
+    ],
     ids=str,
 )
 def test_statistics_contract_nothing(form, capability):
@@ -133,6 +140,13 @@ def test_gemms_do_not_spill(config, k, stored, channels):
     assert not contracted(compiled)
     assert re.search(r"cp\.async\.cg\.shared\.global .* 0x10,", compiled.ptx)  # weights
     assert compiled.shared <= 227 * 1024
+
+
+def test_gemms_of_tiled_weights_do_not_spill():
+    config = exact_config(moe_config(128, 8, 128).gemm1, 2)
+    compiled = gemm(90, config, 2048, 2, 0, "gate_up")
+    assert compiled.stack == 0
+    assert not contracted(compiled)
 
 
 @pytest.mark.parametrize("capability, shared", [(80, 163), (89, 99)])

@@ -3,8 +3,8 @@
 As ``quads_common.ops``, with selections as data, so that a refresh changes no graph, and with the
 statistics' buffers declared as mutated. Import this module once per process before tracing.
 
-Backends: ``emulated`` computes the exact form in torch; ``triton`` the folded one on tensor cores
-(``fold``), ``triton_exact`` the exact one there.
+Backends: ``emulated`` computes the exact form in torch; ``triton`` and ``hopper`` the folded one on
+tensor cores (``fold``), ``triton_exact`` and ``hopper_exact`` the exact one there.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from quads_common.format import QuantizedTensor
 __all__ = ["can_compensate", "quads_linear_compensated", "quads_moe_compensated"]
 
 # Backends (``quads_common.backend``) that the operators here run on.
-_BACKENDS = ("emulated", "triton", "triton_exact")
+_BACKENDS = ("emulated", "triton", "triton_exact", "hopper", "hopper_exact", "blackwell")
 
 
 def can_compensate(backend: str) -> bool:
@@ -126,12 +126,22 @@ def _layers(backend: str) -> tuple[Callable[..., torch.Tensor], Callable[..., to
     """The compensated linear and MoE layer of a backend."""
     if backend == "emulated":
         return linear_compensated, fused_moe_compensated
-    if backend in ("triton", "triton_exact"):
+    if backend == "blackwell":
+        from quads_common.kernels.blackwell.linear import linear_blackwell
+        from quads_common.kernels.blackwell.moe import fused_moe_blackwell
+
+        return linear_blackwell, fused_moe_blackwell
+    if backend in _BACKENDS:
         from quads_common.kernels import compensated
 
-        exact = backend == "triton_exact"
+        experts = {
+            "triton": compensated.fused_moe_compensated_triton,
+            "hopper": compensated.fused_moe_compensated_hopper,
+        }
+        name, _, form = backend.partition("_")
+        exact = form == "exact"
         return (
             partial(compensated.linear_compensated_triton, exact=exact),
-            partial(compensated.fused_moe_compensated_triton, exact=exact),
+            partial(experts[name], exact=exact),
         )
     raise ValueError(f"backend {backend!r} cannot compensate: {list(_BACKENDS)} can")

@@ -77,7 +77,7 @@ def compensate_rows_kernel(
     MANY_MASKS: tl.constexpr, MANY_LISTS: tl.constexpr, FOLD_RESIDUAL: tl.constexpr,
     HAS_BITS: tl.constexpr, NEXT_CHANNELS: tl.constexpr, NEXT_WIDTH: tl.constexpr,
     HOT: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, NEXT_MAY_START: tl.constexpr,
 ):  # fmt: skip
     """Activation, then ``operands.compensated_operands`` and ``fold`` of rows.
 
@@ -89,11 +89,13 @@ def compensate_rows_kernel(
     bits of blocks; without HAS_BITS there is one list, and they are written. next_bits: of
     next_channels [next_lists, NEXT_CHANNELS], lists of a later input. global: [rows] float32.
 
-    operand: [rows, PARTS, 8, PLANE], 16-bit. Part 0 is code * block scale, to which FOLD_RESIDUAL
-    adds alpha times that of the residual; else the residual is part 1. HOT, where hot values go:
-    "fold" into part 0, "part" into the last part at their own places, "list" to hot [rows, SLOTS],
-    in the order of the list. Rows of skipped slots are left alone.
+    operand: [rows, PARTS, 8, PLANE], 16-bit; 0 PARTS: none. Part 0 is code * block scale, to which
+    FOLD_RESIDUAL adds alpha times that of the residual; else the residual is part 1. HOT, where hot
+    values go: "fold" into part 0, "part" into the last part at their own places, "list" to hot
+    [rows, SLOTS], in the order of the list. Rows of skipped slots are left alone.
     """
+    if NEXT_MAY_START:  # it waits for the results itself (sm_90)
+        tl.extra.cuda.gdc_launch_dependents()
     if NEXT_CHANNELS > 0 and tl.program_id(0) < next_lists:
         number = tl.program_id(0).to(tl.int64)
         store_list_bits(next_channels_ptr, next_bits_ptr, number, NEXT_CHANNELS, NEXT_WIDTH)
@@ -182,7 +184,8 @@ def compensate_rows_kernel(
         hot_value = tl.where(hot, x, 0.0)
         part = row * PARTS + (PARTS - 1)
         store_operand(operand_ptr, hot_value, part, row_inside, PLANE, ROWS, BLOCKS)
-    quantized = tl.where(bad[:, None, None], float("nan"), quantized)
-    quantized = tl.where((block * 16 < WIDTH)[None, :, None], quantized, 0.0)
-    store_operand(operand_ptr, quantized, row * PARTS, row_inside, PLANE, ROWS, BLOCKS)
+    if PARTS > 0:
+        quantized = tl.where(bad[:, None, None], float("nan"), quantized)
+        quantized = tl.where((block * 16 < WIDTH)[None, :, None], quantized, 0.0)
+        store_operand(operand_ptr, quantized, row * PARTS, row_inside, PLANE, ROWS, BLOCKS)
     tl.store(global_ptr + row, tl.where(bad, float("nan"), global_scale), mask=row_inside)

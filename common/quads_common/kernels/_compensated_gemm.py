@@ -10,7 +10,8 @@ the hot channels into the scaled accumulator.
 import triton
 import triton.language as tl
 
-from quads_common.kernels._gemm import multiply_blocks
+from quads_common.kernels._gemm import multiply_blocks, multiply_tiles
+from quads_common.kernels._tiles import tiled_row
 
 
 @triton.jit
@@ -29,7 +30,7 @@ def compensated_gemm_kernel(
     RAC: tl.constexpr, HOT: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
     TOP_K: tl.constexpr, GROUPED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROUTER: tl.constexpr,
     FP16: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
     """y[slot] = (``operands.product`` [+ bias[e]]) [* router[slot]], rounded. Grid: (N, M tiles).
 
@@ -59,15 +60,22 @@ def compensated_gemm_kernel(
     part_row = tl.where(part_mask, slot_of_part // TOP_K * STORED + part, 0).to(tl.int64)
     column = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_row = expert * n + tl.minimum(column, n - 1)
-    word = tl.arange(0, BLOCK_K // 8)[None, :]
-    block = tl.arange(0, BLOCK_K // 16)[None, :]
-    both = multiply_blocks(
-        x_ptr + part_row[:, None] * (PLANE * 8) + word,
-        word_ptr + weight_row[:, None] * (K // 8) + word,
-        scale_ptr + weight_row[:, None] * (K // 16) + block,
-        tl.zeros((BLOCK_N, PARTS * BLOCK_M), tl.float32),
-        part_mask, K // 8, PLANE, BLOCK_N, BLOCK_K, True, FP16, STAGES,
-    )  # fmt: skip
+    both = tl.zeros((BLOCK_N, PARTS * BLOCK_M), tl.float32)
+    if TILED == "no":
+        word = tl.arange(0, BLOCK_K // 8)[None, :]
+        block = tl.arange(0, BLOCK_K // 16)[None, :]
+        both = multiply_blocks(
+            x_ptr + part_row[:, None] * (PLANE * 8) + word,
+            word_ptr + weight_row[:, None] * (K // 8) + word,
+            scale_ptr + weight_row[:, None] * (K // 16) + block,
+            both, part_mask, K // 8, PLANE, BLOCK_N, BLOCK_K, True, FP16, STAGES,
+        )  # fmt: skip
+    else:
+        first = tiled_row(tl.minimum(column, n - 1), expert, n, K, TILED)[:, None]
+        both = multiply_tiles(
+            x_ptr + part_row[:, None] * (PLANE * 8), word_ptr + first, scale_ptr + first,
+            both, part_mask, K // 16, PLANE, BLOCK_N, BLOCK_K, True, FP16, STAGES,
+        )  # fmt: skip
     # Undo the powers of two of ``_unpack``: scaling by them is exact.
     both = both * (128.0 if FP16 else 256.0)
     acc = both

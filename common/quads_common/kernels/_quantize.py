@@ -103,6 +103,7 @@ def load_rows(
     """Rows, or the activation of rows, rounded to the input's dtype: float32 [ROWS, BLOCKS, 16].
 
     row: [ROWS] int64. column: of the result, [1 or ROWS, BLOCKS, 16]. inside: [ROWS, BLOCKS, 1].
+    ACTIVATION "planes" is none: element k of a row is at [k % 8, k / 8].
     """
     base = x_ptr + row[:, None, None] * stride_row
     at = column
@@ -116,6 +117,8 @@ def load_rows(
         x = activate_gated(
             gate.to(tl.float32), up.to(tl.float32), limit, alpha, beta, ACTIVATION, HAS_LIMIT
         )
+    elif ACTIVATION == "planes":
+        x = tl.load(base + at % 8 * (width // 8) + at // 8, mask=inside, other=0.0).to(tl.float32)
     else:
         x = tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
         if HAS_FACTOR:
@@ -147,6 +150,7 @@ def quantize_rows_kernel(
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr,
     QUANTIZE: tl.constexpr, PRODUCT: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     HAS_IDS: tl.constexpr, HAS_MAP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    NEXT_MAY_START: tl.constexpr,
 ):  # fmt: skip
     """Activation, quantization and reordering of rows, each part optional. Grid: (row tiles,).
 
@@ -155,6 +159,8 @@ def quantize_rows_kernel(
     [8, PLANE] 16-bit: code * block scale, or x itself without QUANTIZE. Rows of skipped slots are
     left alone. A row with NaN or Inf gets codes 0, scales NaN and operands NaN.
     """
+    if NEXT_MAY_START:  # it waits for the results itself (sm_90)
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_inside = row < rows
     if HAS_IDS:

@@ -96,12 +96,15 @@ def place_routes(
 @triton.jit(do_not_specialize=BATCH_ARGUMENTS[1:])
 def sum_slots(
     slots_ptr, ids_ptr, out_ptr, width, map_ptr, map_size, num_experts,
-    HAS_MAP: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_MAP: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[t] = the sum of slots[t, k] over k, in slot order, rounded once. Grid: (tokens, tiles).
 
     slots: [tokens * TOP_K, width] float32; skipped slots are not read. out: [tokens, width].
+    EARLY: launched before the kernel that writes the slots has ended (sm_90).
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

@@ -20,12 +20,18 @@ from quads_common.format import QuantizedTensor
 from quads_common.kernels.compensated_gemm import compensated_gemm, exact_config
 from quads_common.kernels.compensated_rows import compensate_rows
 from quads_common.kernels.gemm import GemmConfig, linear_config
-from quads_common.kernels.moe import MoeConfig, moe_config
+from quads_common.kernels.moe import DOWN, GATE_UP, MoeConfig, batch_invariant, moe_config
 from quads_common.kernels.route import Routes, make_table, sum_slots_triton
 from quads_common.kernels.statistics import Beside, observe_triton
 from quads_common.moe import check_shapes
 
-__all__ = ["form_config", "fused_moe_compensated_triton", "linear_compensated_triton"]
+__all__ = [
+    "form_config",
+    "fused_moe_compensated_hopper",
+    "fused_moe_compensated_triton",
+    "linear_compensated_triton",
+    "observe_both",
+]
 
 
 def linear_compensated_triton(
@@ -90,8 +96,12 @@ def fused_moe_compensated_triton(
     apply_router_weight_on_input: bool = False,
     exact: bool = False,
     config: MoeConfig | None = None,
+    tiled: bool = False,
 ) -> torch.Tensor:
-    """See ``compensation.moe.fused_moe_compensated``. config: default by the number of tokens."""
+    """See ``compensation.moe.fused_moe_compensated``. config: default by the number of tokens.
+
+    tiled: the weights are in the order of ``weight_tiles``.
+    """
     activation = activation or Activation()
     gathering = gathering or Gathering()
     tokens, top_k = topk_ids.shape
@@ -107,21 +117,21 @@ def fused_moe_compensated_triton(
     first = form_config(config.gemm1, w13_input, exact)
     second = form_config(config.gemm2, w2_input, exact)
     table = make_table(routes, first.block_m)
-    following = None
-    if w2_input.channels is not None and w2_input.channels.shape[1]:
-        following = w2_input.channels, w2.shape[2]
-    rows = compensate_rows(x, w13_input, exact=exact, row_factor=row_factor, following=following)
+    rows = compensate_rows(
+        x, w13_input, exact=exact, row_factor=row_factor,
+        following=_following(w2_input, w2.shape[2]),
+    )  # fmt: skip
     first_bits, second_bits = rows.hot_bits, rows.next_bits
     y = x.new_empty((tokens * top_k, w13.shape[1]))
-    compensated_gemm(rows, w13_input, w13, y, config=first, table=table, top_k=top_k, bias=w13_bias)
+    compensated_gemm(
+        rows, w13_input, w13, y, config=first, table=table, top_k=top_k, bias=w13_bias,
+        layout=GATE_UP if tiled else None,
+    )  # fmt: skip
     aside = Beside(x.device)
-    if gathering.w13 is not None or gathering.w2 is not None:
-        aside.run(
-            partial(
-                _observe_both, gathering, x, y, w13_input, w2_input, routes, activation, row_factor,
-                first_bits, second_bits,
-            )
-        )  # fmt: skip
+    observe_both(
+        aside, gathering, x, y, w13_input, w2_input, routes, activation, row_factor, first_bits,
+        second_bits,
+    )  # fmt: skip
     rows = compensate_rows(
         y, w2_input, exact=exact, routes=routes, activation=activation, hot_bits=second_bits
     )
@@ -131,33 +141,118 @@ def fused_moe_compensated_triton(
     compensated_gemm(
         rows, w2_input, w2, slots, config=second, table=table, bias=w2_bias,
         router_weight=None if apply_router_weight_on_input else router,
+        layout=DOWN if tiled else None,
     )  # fmt: skip
     aside.join()
     return sum_slots_triton(slots, routes, x.dtype)
 
 
-def _observe_both(
+def fused_moe_compensated_hopper(
+    x: torch.Tensor,
+    w13: QuantizedTensor,
+    w2: QuantizedTensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    w13_input: InputCompensation,
+    w2_input: InputCompensation,
+    gathering: Gathering | None = None,
+    activation: Activation | None = None,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    exact: bool = False,
+) -> torch.Tensor:
+    """See ``compensation.moe.fused_moe_compensated``; w13 and w2 are tiled, as in ``moe``.
+
+    Few tokens in the folded form run in the kernels of ``cuda/moe.cu``, which quantize GEMM2's
+    input themselves; everything else in Triton, which reads the same weights.
+    """
+    from quads_common.kernels import hopper
+
+    activation = activation or Activation()
+    gathering = gathering or Gathering()
+    tokens, top_k = topk_ids.shape
+    check_shapes(x, w13, w2, topk_weights, topk_ids, activation)
+    experts, hidden, inner = w2.shape
+    if reason := hopper.why_not_hopper(experts, hidden, inner, activation):
+        raise ValueError(f"backend 'hopper' cannot run this layer: {reason}")
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    plan = hopper.decode_plan(tokens, top_k, experts, hidden, inner, processors)
+    folded = not exact and w13_input.columns is None and w2_input.columns is None
+    if plan is None or tokens == 0 or x.dtype != torch.bfloat16 or batch_invariant() or not folded:
+        return fused_moe_compensated_triton(
+            x, w13, w2, topk_weights, topk_ids, w13_input=w13_input, w2_input=w2_input,
+            gathering=gathering, activation=activation, expert_map=expert_map, exact=exact,
+            apply_router_weight_on_input=apply_router_weight_on_input, tiled=True,
+        )  # fmt: skip
+    if apply_router_weight_on_input and top_k != 1:
+        raise ValueError(f"apply_router_weight_on_input needs top_k = 1, got {top_k}")
+    router = topk_weights.float().contiguous()
+    routes = Routes(topk_ids.contiguous(), expert_map, experts)
+    row_factor = router if apply_router_weight_on_input else None
+    # As in ``moe``: overlap with the neighbours pays for the shortest kernels only.
+    overlap = plan.form == "few"
+    rows = compensate_rows(
+        x, w13_input, row_factor=row_factor, following=_following(w2_input, inner),
+        next_may_start=overlap,
+    )  # fmt: skip
+    assert rows.operand is not None
+    product = None
+    if gathering.w2 is not None:
+        product = x.new_empty((tokens * top_k, inner))
+    mask = w2_input.block_mask
+    slots = hopper.decode_experts(
+        rows.operand, w13, w2, routes, None if apply_router_weight_on_input else router, plan,
+        activation.limit, product=product,
+        compensation=hopper.RowCompensation(
+            None if mask is None else mask.contiguous(), rows.next_bits, w2_input.alpha
+        ),
+    )  # fmt: skip
+    aside = Beside(x.device)
+    observe_both(
+        aside, gathering, x, product, w13_input, w2_input, routes, None, row_factor, rows.hot_bits,
+        rows.next_bits,
+    )  # fmt: skip
+    out = sum_slots_triton(slots, routes, x.dtype, early=overlap and product is None)
+    aside.join()
+    return out
+
+
+def _following(lists: InputCompensation, width: int) -> tuple[torch.Tensor, int] | None:
+    """What the first quantizer makes for the second: bits of its channel lists, if it has any."""
+    if lists.channels is None or lists.channels.shape[1] == 0:
+        return None
+    return lists.channels, width
+
+
+def observe_both(
+    aside: Beside,
     gathering: Gathering,
     x: torch.Tensor,
-    y: torch.Tensor,
+    y: torch.Tensor | None,
     w13_input: InputCompensation,
     w2_input: InputCompensation,
     routes: Routes,
-    activation: Activation,
+    activation: Activation | None,
     row_factor: torch.Tensor | None,
     first_bits: torch.Tensor | None,
     second_bits: torch.Tensor | None,
 ) -> None:
-    period, row_mask = gathering.period, gathering.row_mask
+    """Count both inputs. y: GEMM1's results, or without an activation GEMM2's input in planes."""
+    observe_rows = partial(observe_triton, period=gathering.period, row_mask=gathering.row_mask)
     if gathering.w13 is not None:
-        observe_triton(
-            gathering.w13, x, w13_input, period, row_mask=row_mask, row_factor=row_factor,
-            hot_bits=first_bits,
+        aside.run(
+            partial(
+                observe_rows, gathering.w13, x, w13_input, row_factor=row_factor,
+                hot_bits=first_bits,
+            )
         )  # fmt: skip
-    if gathering.w2 is not None:
-        observe_triton(
-            gathering.w2, y, w2_input, period, row_mask=row_mask, routes=routes,
-            activation=activation, hot_bits=second_bits,
+    if gathering.w2 is not None and y is not None:
+        aside.run(
+            partial(
+                observe_rows, gathering.w2, y, w2_input, routes=routes, activation=activation,
+                hot_bits=second_bits, planes=activation is None,
+            )
         )  # fmt: skip
 
 

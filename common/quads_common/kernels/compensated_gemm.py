@@ -15,6 +15,7 @@ from quads_common.kernels import _compensated_gemm
 from quads_common.kernels.compensated_rows import CompensatedRows, Parts
 from quads_common.kernels.gemm import GemmConfig, grouped_gemm
 from quads_common.kernels.route import RoutingTable
+from quads_common.weight_tiles import TileLayout
 
 __all__ = ["compensated_gemm", "exact_config"]
 
@@ -39,6 +40,7 @@ def compensated_gemm(
     top_k: int = 1,
     bias: torch.Tensor | None = None,
     router_weight: torch.Tensor | None = None,
+    layout: TileLayout | None = None,
 ) -> None:
     """As ``gemm.grouped_gemm``, for compensated rows. BF16 columns are [E, N, C].
 
@@ -47,8 +49,10 @@ def compensated_gemm(
     """
     if x.parts is None and x.hot is None:
         assert x.operand is not None, f"{x=}"
-        options = {"bias": bias, "router_weight": router_weight}
-        grouped_gemm(x.operand, weight, y, config=config, table=table, top_k=top_k, **options)
+        grouped_gemm(
+            x.operand, weight, y, config=config, table=table, top_k=top_k, bias=bias,
+            router_weight=router_weight, layout=layout,
+        )  # fmt: skip
         return
     experts, n, width = weight.shape
     source = x.parts if x.parts is not None else x.operand
@@ -73,13 +77,14 @@ def compensated_gemm(
         y.zero_()
         return
     rac = isinstance(source, Parts) and source.rac
+    tiled, word = ("no", torch.int32) if layout is None else (layout.order, torch.int64)
     blocks = triton.cdiv(y.shape[0], config.block_m) if table is None else table.experts.numel()
     nothing = weight.global_scale  # stands for absent arguments, never read
     _compensated_gemm.compensated_gemm_kernel[(triton.cdiv(n, config.block_n), blocks)](
         source.values,
         source.row_scale,
         x.hot if x.hot is not None else nothing,
-        weight.packed.view(torch.int32),
+        weight.packed.view(word),
         weight.block_scale.view(torch.uint8),
         weight.global_scale,
         columns if columns is not None else nothing,
@@ -95,7 +100,7 @@ def compensated_gemm(
         TOP_K=top_k, GROUPED=table is not None, HAS_BIAS=bias is not None,
         HAS_ROUTER=router_weight is not None, FP16=source.values.dtype == torch.float16,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        STAGES=config.stages, num_warps=config.warps, num_stages=config.stages,
+        STAGES=config.stages, TILED=tiled, num_warps=config.warps, num_stages=config.stages,
         enable_fp_fusion=False,
     )  # fmt: skip
 

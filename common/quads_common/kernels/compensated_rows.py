@@ -51,6 +51,7 @@ class CompensatedRows:
     hot: torch.Tensor | None = None
     quantized: QuantizedTensor | None = None
     residual: QuantizedTensor | None = None
+    codes: tuple[torch.Tensor, torch.Tensor] | None = None
     hot_bits: torch.Tensor | None = None
     next_bits: torch.Tensor | None = None
 
@@ -61,16 +62,19 @@ def compensate_rows(
     *,
     exact: bool = False,
     packed: bool = False,
+    operand: bool = True,
     activation: Activation | None = None,
     row_factor: torch.Tensor | None = None,
     routes: Routes | None = None,
     hot_bits: torch.Tensor | None = None,
     following: tuple[torch.Tensor, int] | None = None,
+    next_may_start: bool = False,
 ) -> CompensatedRows:
     """The operands of rows, with the lists of their experts (``routes``) or those of group 0.
 
-    x, activation, row_factor, routes: as in ``rows.quantize_rows``. exact: the parts of two or
-        three products instead of one folded operand. packed: codes and scales too.
+    x, activation, row_factor, routes, next_may_start: as in ``rows.quantize_rows``.
+    exact: the parts of two or three products instead of one folded operand. packed: codes and
+        scales too. operand: False: these alone, and a list of hot values whatever their columns.
     hot_bits: ``list_bits`` of these lists, if they are there. following: channel lists and width of
         a later input; the same launch makes its bits.
 
@@ -93,20 +97,27 @@ def compensate_rows(
     channels = compensation.channels
     slots = 0 if channels is None else channels.shape[1]
     spliced = slots > 0
-    listed = spliced and compensation.columns is not None
+    listed = spliced and (compensation.columns is not None or not operand)
     hot_part = spliced and exact and not listed
     if listed and x.dtype != torch.bfloat16:
-        raise ValueError(f"BF16 columns (splice_weight 'bf16') need bfloat16 inputs, got {x.dtype}")
+        what = "BF16 columns (splice_weight 'bf16')" if operand else "spliced channels"
+        raise ValueError(f"{what} need bfloat16 inputs, got {x.dtype}")
     if hot_part and x.dtype == torch.float32:
         raise ValueError("float32 activations have no exact 16-bit operand: use the folded form")
     if packed and spliced and not exact and not listed:
         raise ValueError("folded hot channels change the row scale: ask for codes with exact=True")
-    count = 1 + (exact and rac) + hot_part
+    if not operand and (exact or not packed):
+        raise ValueError("without an operand there are packed codes, and no exact parts")
+    count = 1 + (exact and rac) + hot_part if operand else 0
     plane = triton.cdiv(width // 8, PLANE_ALIGNMENT) * PLANE_ALIGNMENT
     values = x.new_empty((rows, count, 8, plane), dtype=x.dtype if hot_part else torch.float16)
     row_scale = x.new_empty((rows,), dtype=torch.float32)
     hot = x.new_empty((rows, slots)) if listed else None
-    codes = [_new_codes(x, rows, width, row_scale) for _ in range(1 + rac)] if packed else []
+    codes, stored = None, []
+    if packed:
+        codes = _new_codes(x, 1 + rac, rows, width)
+        scales = row_scale.unsqueeze(1)
+        stored = [QuantizedTensor(codes[0][i], codes[1][i], scales) for i in range(1 + rac)]
     # The kernel makes the bits of one list itself.
     makes_bits = False
     if channels is not None and slots and hot_bits is None:
@@ -122,12 +133,12 @@ def compensate_rows(
     if rows and width:
         _launch(
             x, compensation, exact, activation, row_factor, routes, width, values, row_scale, hot,
-            codes, hot_bits, makes_bits, following, next_bits,
+            stored, hot_bits, makes_bits, following, next_bits, next_may_start,
         )  # fmt: skip
-    quantized, residual = (*codes, None, None)[:2]
-    operand = None if exact else Operand(values.squeeze(1), row_scale, width)
+    quantized, residual = (*stored, None, None)[:2]
     parts = Parts(values, row_scale, width, rac, hot_part) if exact else None
-    return CompensatedRows(operand, parts, hot, quantized, residual, hot_bits, next_bits)
+    folded = Operand(values.squeeze(1), row_scale, width) if operand and not exact else None
+    return CompensatedRows(folded, parts, hot, quantized, residual, codes, hot_bits, next_bits)
 
 
 def list_bits(channels: torch.Tensor, width: int) -> torch.Tensor:
@@ -159,10 +170,12 @@ def _check_lists(compensation: InputCompensation, lists: int, width: int) -> Non
         raise ValueError("columns need the channels that they belong to")
 
 
-def _new_codes(x: torch.Tensor, rows: int, width: int, row_scale: torch.Tensor) -> QuantizedTensor:
-    packed = x.new_empty((rows, width // 2), dtype=torch.uint8)
-    scale = x.new_empty((rows, width // BLOCK_SIZE), dtype=torch.uint8)
-    return QuantizedTensor(packed, scale.view(torch.float8_e4m3fn), row_scale.reshape(-1, 1))
+def _new_codes(
+    x: torch.Tensor, parts: int, rows: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    packed = x.new_empty((parts, rows, width // 2), dtype=torch.uint8)
+    scale = x.new_empty((parts, rows, width // BLOCK_SIZE), dtype=torch.uint8)
+    return packed, scale.view(torch.float8_e4m3fn)
 
 
 def _launch(
@@ -181,6 +194,7 @@ def _launch(
     makes_bits: bool,
     following: tuple[torch.Tensor, int] | None,
     next_bits: torch.Tensor | None,
+    next_may_start: bool,
 ) -> None:
     blocks = max(16, triton.next_power_of_2(width // BLOCK_SIZE))
     tile_rows = max(1, 64 // blocks)
@@ -223,5 +237,5 @@ def _launch(
         HOT=hot_form, SLOTS=triton.next_power_of_2(max(1, slots)), PACKED=bool(codes),
         ROWS=tile_rows, BLOCKS=blocks,
         num_warps=row_warps(tiles, blocks * tile_rows * BLOCK_SIZE),
-        enable_fp_fusion=False,
+        NEXT_MAY_START=next_may_start, enable_fp_fusion=False,
     )  # fmt: skip

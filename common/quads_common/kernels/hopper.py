@@ -1,19 +1,22 @@
 """The experts of an MoE layer for few tokens on sm_90: launches of the kernels in ``cuda/``.
 
-Weights are tiled (``weight_tiles``). A row's result does not depend on other rows, on padding or on
-which of the forms of ``DecodePlan`` runs: a warp sums all of K in one order.
+Weights are tiled (``weight_tiles``). A row's result does not depend on other rows or on padding,
+nor on which of "fused" and "pair" runs (``DecodePlan``): a warp sums all of K in one order. "few"
+sums K in two to four parts.
 """
 
 import ctypes
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import torch
 
 from quads_common import format as contract
 from quads_common.activation import Activation
 from quads_common.format import QuantizedTensor
+from quads_common.gemm import ActFormat
 from quads_common.kernels.cuda.nvrtc import Kernel, compile_cubin, load_kernels
 from quads_common.kernels.route import Routes
 from quads_common.kernels.rows import Operand
@@ -22,23 +25,27 @@ from quads_common.weight_tiles import TileLayout
 __all__ = [
     "DecodePlan",
     "Inspection",
+    "RowCompensation",
     "decode_experts",
     "decode_plan",
-    "make_decode_table",
+    "list_blocks",
+    "moe_defines",
+    "prepare",
     "why_not_hopper",
 ]
 
 ARCHITECTURE = "sm_90a"
-# Dynamic shared memory that a thread block may have beside the kernels' static variables.
-SHARED = 224 * 1024
-THREADS, ROUTE_THREADS = 512, 1024
-# Of the work table (table.cuh) and of the routing kernel.
-TABLE_ROW, MAX_ROWS, MAX_SPARES = 40, 32, 12
-MAX_EXPERTS, MAX_SLOTS = 512, 4096
-OWN_SLOTS = 32
+# Shared memory of a thread block, and the part of it that rows can have beside static variables.
+ALL_SHARED, SHARED = 227 * 1024, 208 * 1024
+THREADS = 512
+# Of routes.cuh: slots of a block, experts and slots of a layer at most; blocks beyond those needed.
+MAX_ROWS, MAX_EXPERTS, MAX_SLOTS, MAX_SPARES = 32, 512, 4096, 12
+# Up to so many slots a strip's K is spread over several warps, in blocks of 8 slots.
+FEW_SLOTS, FEW_ROWS = 32, 8
 # The fused form runs where this share of the multiprocessors gets an expert, and where an expert's
 # mean number of slots is at most this share of a block.
-FUSED_FROM, FUSED_SHARE = 0.9, 0.3
+FUSED_FROM, FUSED_SHARE = 0.7, 0.55
+KERNELS = ("moe_both", "moe_up", "moe_down", "moe_up_few", "moe_down_few")
 # Defines of moe.cu that are the contract's numbers.
 CONSTANTS = {
     name: f"{float(getattr(contract, name)).hex()}f"
@@ -48,10 +55,26 @@ CONSTANTS = {
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """fused: both GEMMs in one kernel. rows: slots of a block at most."""
+    """form: "fused", both GEMMs in one kernel; "pair"; or "few", a pair that splits K over warps.
 
-    fused: bool
+    rows: slots of a block at most.
+    """
+
+    form: Literal["fused", "pair", "few"]
     rows: int
+
+
+@dataclass(frozen=True)
+class RowCompensation:
+    """What is folded into GEMM2's operand, of one list for all experts (L = 1) or one for each.
+
+    block_mask: [L, I/16] bool, blocks whose residual is added; None: no RAC. hot_bits: [L, I/16]
+    int32, ``compensated_rows.list_bits``; None: no splice. alpha: factor of the residual.
+    """
+
+    block_mask: torch.Tensor | None
+    hot_bits: torch.Tensor | None
+    alpha: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -81,6 +104,18 @@ def why_not_hopper(experts: int, hidden: int, inner: int, activation: Activation
     return None
 
 
+def prepare(
+    hidden: int, inner: int, act: ActFormat, rac: bool = False, splice: bool = False
+) -> None:
+    """Compile and load the kernels of a shape for the current GPU, before anything is captured.
+
+    rac, splice: what ``RowCompensation`` will have.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    dtype = torch.float16 if act == "nvfp4" else torch.bfloat16
+    _moe_kernels(device, dtype, hidden, inner, False, rac, splice)
+
+
 def decode_plan(
     tokens: int, top_k: int, experts: int, hidden: int, inner: int, processors: int
 ) -> DecodePlan | None:
@@ -93,13 +128,15 @@ def decode_plan(
     slots = tokens * top_k
     if slots > MAX_SLOTS:
         return None
+    if slots <= FEW_SLOTS:
+        return DecodePlan("few", FEW_ROWS)
     active = experts * (1 - (1 - min(1.0, top_k / experts)) ** tokens)
     mean = slots / max(1.0, active)
     rows = _fused_capacity(hidden, inner)
     if FUSED_FROM * processors <= active <= processors and mean <= FUSED_SHARE * rows:
-        return DecodePlan(True, min(MAX_ROWS, rows))
+        return DecodePlan("fused", min(MAX_ROWS, rows))
     rows = min(MAX_ROWS, *_half_capacity(hidden, inner))
-    return DecodePlan(False, rows) if mean <= rows / 2 + 1 else None
+    return DecodePlan("pair", rows) if mean <= rows / 2 + 1 else None
 
 
 def _fused_capacity(hidden: int, inner: int) -> int:
@@ -121,78 +158,109 @@ def decode_experts(
     plan: DecodePlan,
     limit: float | None,
     inspection: Inspection | None = None,
+    compensation: RowCompensation | None = None,
+    product: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each slot's (w2 @ product) * router weight, float32 [slots, H]; skipped slots not written.
 
-    operand: the layer's input. w13, w2: tiled. router: [T, k] float32, None: 1.
+    operand: the layer's input. w13, w2: tiled. router: [T, k] float32, None: 1. compensation: of
+    GEMM2's input, W4A4 only. product: [slots, 8, I/8] bf16, receives GEMM2's input before it is
+    quantized, element k of a row at [k % 8, k // 8].
     """
     tokens, top_k = routes.topk_ids.shape
     hidden, inner = w2.shape[1], w2.shape[2]
     slots, device = tokens * top_k, operand.values.device
-    kernels = _moe_kernels(device, operand.values.dtype, hidden, inner, inspection is not None)
+    rac = compensation is not None and compensation.block_mask is not None
+    splice = compensation is not None and compensation.hot_bits is not None
+    kernels = _moe_kernels(
+        device, operand.values.dtype, hidden, inner, inspection is not None, rac, splice
+    )
     stream = torch.cuda.current_stream(device).cuda_stream
     processors = _processors(device)
     out = torch.empty((slots, hidden), dtype=torch.float32, device=device)
-    table = None
-    if plan.fused or slots > OWN_SLOTS or plan.rows < MAX_ROWS:
-        table = _make_table(routes, plan, processors, stream)
     if inspection is not None:
         product = inspection.product
-    elif plan.fused:
-        product = None
-    else:
+    elif product is None and plan.form != "fused":
         product = torch.empty((slots, inner), dtype=torch.bfloat16, device=device)
     arguments = _MoeArguments(
         w13=_pointer(w13.packed), w13_scale=_pointer(w13.block_scale), w2=_pointer(w2.packed),
         w2_scale=_pointer(w2.block_scale), w13_global=_pointer(w13.global_scale),
         w2_global=_pointer(w2.global_scale), x=_pointer(operand.values),
-        row_scale=_pointer(operand.row_scale), router=_pointer(router), table=_pointer(table),
-        product=_pointer(product), out=_pointer(out), routes=_route_arguments(routes),
-        limit=math.inf if limit is None else limit,
+        row_scale=_pointer(operand.row_scale), router=_pointer(router), product=_pointer(product),
+        out=_pointer(out), routes=_route_arguments(routes, plan, processors),
+        limit=math.inf if limit is None else limit, compensation=_compensation(compensation),
     )  # fmt: skip
     if inspection is not None:
         arguments.inspect_y = _pointer(inspection.y)
         arguments.inspect_operand = _pointer(inspection.operand)
         arguments.inspect_scale = _pointer(inspection.row_scale)
-    if plan.fused:
-        arguments.rows = plan.rows
-        shared = plan.rows * (_x_row(hidden) + _product_row(inner))
-        kernels["moe_both"].launch(processors, THREADS, shared, arguments, stream)
-        return out
-    for name, row, rows in (
-        ("moe_up", _x_row(hidden), _half_capacity(hidden, inner)[0]),
-        ("moe_down", _product_row(inner), _half_capacity(hidden, inner)[1]),
-    ):
+    for name, rows, row_bytes in _launches(plan, hidden, inner):
         arguments.rows = rows
-        kernels[name].launch(processors, THREADS, rows * row, arguments, stream)
+        kernels[name].launch(processors, THREADS, rows * row_bytes, arguments, stream)
     return out
 
 
-def make_decode_table(routes: Routes, plan: DecodePlan) -> torch.Tensor:
-    """The work table of table.cuh, int32 [1 + blocks, 40]; not set behind the last block."""
-    device = routes.topk_ids.device
-    stream = torch.cuda.current_stream(device).cuda_stream
-    return _make_table(routes, plan, _processors(device), stream)
+def _launches(plan: DecodePlan, hidden: int, inner: int) -> list[tuple[str, int, int]]:
+    """Kernels in order, with the rows that each holds in shared memory and the bytes of one."""
+    if plan.form == "fused":
+        return [("moe_both", plan.rows, _x_row(hidden) + _product_row(inner))]
+    suffix, (up_rows, down_rows) = "", _half_capacity(hidden, inner)
+    if plan.form == "few":
+        suffix = "_few"
+        up_rows, down_rows = min(2 * FEW_ROWS, up_rows), min(2 * FEW_ROWS, down_rows)
+    return [
+        (f"moe_up{suffix}", up_rows, _x_row(hidden)),
+        (f"moe_down{suffix}", down_rows, _product_row(inner)),
+    ]
 
 
-def _make_table(routes: Routes, plan: DecodePlan, processors: int, stream: int) -> torch.Tensor:
+def list_blocks(routes: Routes, plan: DecodePlan) -> torch.Tensor:
+    """For tests: the blocks that the kernels make of a batch, int32 [1 + most * (2 + MAX_ROWS)].
+
+    Their number, then expert, rows and slots of each.
+    """
     slots, device = routes.topk_ids.numel(), routes.topk_ids.device
-    blocks = min(slots, routes.num_experts + slots // plan.rows + MAX_SPARES)
-    table = torch.empty((1 + blocks, TABLE_ROW), dtype=torch.int32, device=device)
-    arguments = _RouteArguments(
-        _route_arguments(routes), _pointer(table), plan.rows, processors if plan.fused else 0
+    most = min(slots, routes.num_experts + slots // plan.rows + MAX_SPARES)
+    blocks = torch.empty(1 + most * (2 + MAX_ROWS), dtype=torch.int32, device=device)
+    arguments = _MoeArguments(
+        out=_pointer(blocks), routes=_route_arguments(routes, plan, _processors(device))
     )
-    _route_kernels(device)["route_slots"].launch(1, ROUTE_THREADS, 0, arguments, stream)
-    return table
+    stream = torch.cuda.current_stream(device).cuda_stream
+    kernels = _moe_kernels(device, torch.float16, 128, 128, True)
+    kernels["list_blocks"].launch(most, THREADS, 0, arguments, stream)
+    return blocks
 
 
 class _Routes(ctypes.Structure):
-    """``Routes`` of table.cuh."""
+    """``Routes`` of routes.cuh."""
 
     _fields_ = (
         ("ids", ctypes.c_void_p),
         ("expert_map", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("map_size", "experts", "slots", "top_k", "wide")),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "map_size",
+                "experts",
+                "slots",
+                "top_k",
+                "wide",
+                "rows",
+                "spread",
+            )
+        ),
+    )
+
+
+class _Compensation(ctypes.Structure):
+    """``Compensation`` of compensate.cuh."""
+
+    _fields_ = (
+        ("block_mask", ctypes.c_void_p),
+        ("hot_bits", ctypes.c_void_p),
+        ("mask_stride", ctypes.c_int),
+        ("bits_stride", ctypes.c_int),
+        ("alpha", ctypes.c_float),
     )
 
 
@@ -204,28 +272,18 @@ class _MoeArguments(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 "w13", "w13_scale", "w2", "w2_scale", "w13_global", "w2_global", "x", "row_scale",
-                "router", "table", "product", "out", "inspect_y", "inspect_operand",
+                "router", "product", "out", "inspect_y", "inspect_operand",
                 "inspect_scale",
             )
         ),
         ("routes", _Routes),
         ("rows", ctypes.c_int),
         ("limit", ctypes.c_float),
+        ("compensation", _Compensation),
     )  # fmt: skip
 
 
-class _RouteArguments(ctypes.Structure):
-    """``RouteArguments`` of route.cu."""
-
-    _fields_ = (
-        ("routes", _Routes),
-        ("table", ctypes.c_void_p),
-        ("rows", ctypes.c_int),
-        ("spread", ctypes.c_int),
-    )
-
-
-def _route_arguments(routes: Routes) -> _Routes:
+def _route_arguments(routes: Routes, plan: DecodePlan, processors: int) -> _Routes:
     ids, expert_map = routes.topk_ids, routes.expert_map
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk_ids must be int32 or int64, got {ids.dtype}")
@@ -233,8 +291,20 @@ def _route_arguments(routes: Routes) -> _Routes:
         raise TypeError(f"expert_map must be int32, got {expert_map.dtype}")
     return _Routes(
         _pointer(ids), _pointer(expert_map), 0 if expert_map is None else expert_map.numel(),
-        routes.num_experts, ids.numel(), ids.shape[1], ids.dtype == torch.int64,
+        routes.num_experts, ids.numel(), ids.shape[1], ids.dtype == torch.int64, plan.rows,
+        processors if plan.form == "fused" else 0,
     )  # fmt: skip
+
+
+def _compensation(lists: RowCompensation | None) -> _Compensation:
+    if lists is None:
+        return _Compensation()
+    mask, bits = lists.block_mask, lists.hot_bits
+    for name, tensor in (("block_mask", mask), ("hot_bits", bits)):
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, has strides {list(tensor.stride())}")
+    strides = (0 if t is None or t.shape[0] == 1 else t.shape[1] for t in (mask, bits))
+    return _Compensation(_pointer(mask), _pointer(bits), *strides, lists.alpha)
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
@@ -258,22 +328,29 @@ def _processors(device: torch.device) -> int:
 
 @cache
 def _moe_kernels(
-    device: torch.device, dtype: torch.dtype, hidden: int, inner: int, inspect: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    hidden: int,
+    inner: int,
+    inspect: bool,
+    rac: bool = False,
+    splice: bool = False,
 ) -> dict[str, Kernel]:
     """The kernels of moe.cu for a shape and operands of a dtype, compiled at the first call."""
     with torch.cuda.device(device):
-        cubin = compile_cubin("moe", ARCHITECTURE, moe_defines(dtype, hidden, inner, inspect))
-        return load_kernels(cubin, ["moe_both", "moe_up", "moe_down"], SHARED)
+        cubin = compile_cubin(
+            "moe", ARCHITECTURE, moe_defines(dtype, hidden, inner, inspect, rac, splice)
+        )
+        return load_kernels(cubin, [*KERNELS, *(["list_blocks"] if inspect else [])], ALL_SHARED)
 
 
-def moe_defines(dtype: torch.dtype, hidden: int, inner: int, inspect: bool) -> dict[str, str]:
+def moe_defines(
+    dtype: torch.dtype, hidden: int, inner: int, inspect: bool, rac: bool = False,
+    splice: bool = False,
+) -> dict[str, str]:  # fmt: skip
     """What moe.cu is compiled with."""
     defines = {"FORMAT": "FP16" if dtype == torch.float16 else "BF16"}
     defines |= {"HIDDEN": str(hidden), "INNER": str(inner)} | CONSTANTS
+    defines |= {"WITH_RAC": str(int(rac)), "WITH_SPLICE": str(int(splice))}
+    defines["ARGUMENT_BYTES"] = str(ctypes.sizeof(_MoeArguments))
     return defines | {"INSPECT": "1"} if inspect else defines
-
-
-@cache
-def _route_kernels(device: torch.device) -> dict[str, Kernel]:
-    with torch.cuda.device(device):
-        return load_kernels(compile_cubin("route", ARCHITECTURE, {}), ["route_slots"], 0)

@@ -5,9 +5,8 @@ rounding points are those of ``quads_common.moe``. Two datapaths:
 
 - Triton, six launches: quantize x; sort the slots by expert; GEMM1; activation and quantization;
   GEMM2 with the router's weights; sum of the top-k.
-- ``hopper`` for few tokens: in place of the middle four, one or two kernels of ``cuda/moe.cu``, and
-  ``route.cu`` in front of them. ``hopper.decode_plan`` says for how many; beyond, Triton reads the
-  same tiled weights.
+- ``hopper`` for few tokens: in place of the middle four, one or two kernels of ``cuda/moe.cu``.
+  ``hopper.decode_plan`` says for how many; beyond, Triton reads the same tiled weights.
 
 The choice depends on shapes alone. With ``VLLM_BATCH_INVARIANT=1`` both backends are Triton with
 one tile for any number of tokens, so that a token's result does not depend on its company.
@@ -100,11 +99,15 @@ def fused_moe_hopper(
     router = topk_weights.float().contiguous()
     routes = Routes(topk_ids.contiguous(), expert_map, experts)
     row_factor = router if apply_router_weight_on_input else None
-    operand = quantize_rows(x, quantized=act == "nvfp4", row_factor=row_factor).operand
+    # Measured: overlap with the neighbours pays for the shortest kernels only.
+    overlap = plan.form == "few"
+    operand = quantize_rows(
+        x, quantized=act == "nvfp4", row_factor=row_factor, next_may_start=overlap
+    ).operand
     assert operand is not None
     slot_weights = None if apply_router_weight_on_input else router
     slots = hopper.decode_experts(operand, w13, w2, routes, slot_weights, plan, activation.limit)
-    return sum_slots_triton(slots, routes, x.dtype)
+    return sum_slots_triton(slots, routes, x.dtype, early=overlap)
 
 
 def fused_moe_triton(

@@ -76,10 +76,13 @@ def make_table(routes: Routes, block_m: int) -> RoutingTable:
     return RoutingTable(slots, block_experts, block_m)
 
 
-def sum_slots_triton(slots: torch.Tensor, routes: Routes, dtype: torch.dtype) -> torch.Tensor:
+def sum_slots_triton(
+    slots: torch.Tensor, routes: Routes, dtype: torch.dtype, *, early: bool = False
+) -> torch.Tensor:
     """The top-k terms of each token added in float32, in slot order, rounded once to ``dtype``.
 
-    slots: [T * k, H] float32; the rows of skipped slots count as zero and are not read.
+    slots: [T * k, H] float32; the rows of skipped slots count as zero and are not read. early: the
+        kernel that writes them lets this one start before it ends (``cuda/moe.cu``).
     """
     tokens, top_k = routes.topk_ids.shape
     width = slots.shape[1]
@@ -90,6 +93,7 @@ def sum_slots_triton(slots: torch.Tensor, routes: Routes, dtype: torch.dtype) ->
         _route.sum_slots[(tokens, triton.cdiv(width, block))](
             slots, ids, out, width, *rest,
             HAS_MAP=routes.expert_map is not None, TOP_K=top_k, BLOCK=block,
-            num_warps=4, enable_fp_fusion=False,
+            EARLY=early, num_warps=4, enable_fp_fusion=False,
+            **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     return out

@@ -59,6 +59,7 @@ def quantize_rows(
     operand: bool = True,
     packed: bool = False,
     product: bool = False,
+    next_may_start: bool = False,
 ) -> QuantizedRows:
     """Activation function, rounding to the model's dtype and per-token quantization, in one pass.
 
@@ -66,6 +67,7 @@ def quantize_rows(
         leaves the values alone (W4A16) and only reorders. row_factor: [rows] multiplies x first.
     routes: rows are slots of a batch; those of skipped slots are left uninitialized.
     operand, packed, product: which results to write; product is the activation's, [rows, K].
+    next_may_start: the next kernel, one that waits by itself, starts before this one ends (sm_90).
     """
     check_dtype(x)
     if activation is not None and row_factor is not None:
@@ -88,7 +90,10 @@ def quantize_rows(
         new.product() if product else None,
     )
     if rows and width:
-        _launch_rows(x, activation, quantized, row_factor, routes, result, new.global_scale, width)
+        _launch_rows(
+            x, activation, quantized, row_factor, routes, result, new.global_scale, width,
+            next_may_start,
+        )  # fmt: skip
     return result
 
 
@@ -125,6 +130,7 @@ def _launch_rows(
     result: QuantizedRows,
     global_scale: torch.Tensor,
     width: int,
+    next_may_start: bool,
 ) -> None:
     blocks = max(16, triton.next_power_of_2(width // BLOCK_SIZE))
     tile_rows = max(1, 64 // blocks)
@@ -154,7 +160,7 @@ def _launch_rows(
         HAS_IDS=routes is not None,
         HAS_MAP=routes is not None and routes.expert_map is not None,
         ROWS=tile_rows, BLOCKS=blocks, num_warps=row_warps(tiles, blocks * tile_rows * BLOCK_SIZE),
-        enable_fp_fusion=False,
+        NEXT_MAY_START=next_may_start, enable_fp_fusion=False,
     )  # fmt: skip
 
 

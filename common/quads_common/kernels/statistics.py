@@ -27,7 +27,7 @@ __all__ = ["Beside", "observe_triton"]
 CHUNK = 128
 # Blocks of a program's tile, and its warps: small ones find room beside a GEMM.
 TILE_BLOCKS = 32
-WARPS = 2
+WARPS = 4
 # Blocks of a row that it holds in registers to find the row's maximum.
 ROW_BLOCKS = 64
 
@@ -43,6 +43,7 @@ def observe_triton(
     activation: Activation | None = None,
     row_factor: torch.Tensor | None = None,
     hot_bits: torch.Tensor | None = None,
+    planes: bool = False,
 ) -> None:
     """Count one of ``period`` real tokens, in place; see ``observe``.
 
@@ -50,7 +51,8 @@ def observe_triton(
         ``activation`` is applied first, and row_factor [rows] multiplies x first, as in
         ``rows.quantize_rows``.
     routes: the group of each row is its expert; skipped slots count nowhere. None: one group.
-    hot_bits: ``list_bits`` of the served channels, if they are there.
+    hot_bits: ``list_bits`` of the served channels, if they are there. planes: element k of a row is
+        at [k % 8, k // 8], as the ``hopper`` kernels write GEMM2's input.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit.
@@ -69,6 +71,8 @@ def observe_triton(
     expected = 1 if routes is None else routes.num_experts
     if groups != expected:
         raise ValueError(f"statistics have {groups} groups, the rows have {expected}")
+    if planes and (activation is not None or row_factor is not None):
+        raise ValueError("rows in planes have had their activation and take no factor")
     if period < 1:
         raise ValueError(f"period {period} is not allowed: at least 1")
     if row_mask is not None and (row_mask.shape != (tokens,) or row_mask.dtype != torch.bool):
@@ -101,7 +105,7 @@ def observe_triton(
         stats.enabled.view(torch.uint8),
         tokens, map_size, groups, x.stride(0), limit or 0.0, act_alpha, beta, served.alpha,
         WIDTH=width, PERIOD=period, TOP_K=top_k,
-        ACTIVATION=activation.name if activation is not None else "none",
+        ACTIVATION="planes" if planes else "none" if activation is None else activation.name,
         HAS_LIMIT=limit is not None,
         HAS_FACTOR=row_factor is not None,
         HAS_MASK=row_mask is not None,
@@ -117,36 +121,36 @@ def observe_triton(
 
 
 class Beside:
-    """Launches on a second stream, beside what the current one goes on with.
+    """Launches on streams of their own, beside each other and what the current stream goes on with.
 
-    What they read must stay until ``join``. On a CPU, where kernels are interpreted, there is one
-    stream.
+    What they read must stay until ``join``. On a CPU, where kernels are interpreted, there are no
+    streams.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.side: torch.cuda.Stream | None = None
-        self.used = False
-        if device.type == "cuda":
-            self.main = torch.cuda.current_stream(device)
-            self.side = _second_stream(device, self.main.cuda_stream)
+        self.device = device
+        self.used: list[torch.cuda.Stream] = []
 
     def run(self, launch: Callable[[], None]) -> None:
         """Launch after everything that the current stream has launched so far."""
-        if self.side is None:
+        if self.device.type != "cuda":
             launch()
             return
-        self.used = True
-        self.side.wait_stream(self.main)
-        with torch.cuda.stream(self.side):
+        main = torch.cuda.current_stream(self.device)
+        side = _side_stream(self.device, main.cuda_stream, len(self.used))
+        self.used.append(side)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
             launch()
 
     def join(self) -> None:
         """What the current stream launches from now on comes after all of it."""
-        if self.side is not None and self.used:
-            self.main.wait_stream(self.side)
+        for side in self.used:
+            torch.cuda.current_stream(self.device).wait_stream(side)
+        self.used.clear()
 
 
 @cache
-def _second_stream(device: torch.device, stream: int) -> torch.cuda.Stream:
-    """One for each stream, so that streams that are captured at the same time stay apart."""
+def _side_stream(device: torch.device, stream: int, number: int) -> torch.cuda.Stream:
+    """Some for each stream, so that streams that are captured at the same time stay apart."""
     return torch.cuda.Stream(device)

@@ -20,9 +20,11 @@ GROUPS = [
     compare_quantize.tokens,
     compare_quantize.activations,
     compare_units.units,
+    compare_units.tiled_units,
     compare_gemm.routing,
     compare_gemm.linears,
     compare_gemm.layers,
+    compare_gemm.tiled_layers,
     compare_variants.variants,
 ]
 

@@ -80,6 +80,13 @@ DEVICE u32 load_stream2(const void* p) {
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// What is derived from `value` is not computed in front of the loop that this stands in: registers are
+// short there.
+template <typename T>
+DEVICE void keep_inside(T& value) {
+  asm volatile("" : "+r"(value));
+}
+
 // ---- numbers
 
 DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }
@@ -194,4 +201,8 @@ DEVICE float round_e2m1(float x) {
   float a = fminf(fabsf(x), 6.0f);
   float magic = as_float(as_bits(fmaxf(a, 1.0f)) & 0x7F800000u) * 4194304.0f;
   return copysignf((a + magic) - magic, x);
+}
+
+DEVICE u32 larger_magnitude(u32 largest, u32 pair) {  // bits of float32, of a pair of bfloat16
+  return max(largest, max((pair << 16) & 0x7FFF0000u, pair & 0x7FFF0000u));
 }

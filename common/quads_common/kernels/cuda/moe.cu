@@ -3,15 +3,18 @@
 // Weights are the left operand of the tensor cores, unpacked in registers, read from memory once and
 // straight into registers one stage ahead; activations stay in shared memory. A *block* is up to 32
 // slots of one expert, a *strip* 32 rows of a weight tile (`weight_tiles.TileLayout`): 16 of gate and
-// the same 16 of up, or 32 of down. A warp computes whole strips, so nothing is summed across warps
-// and a slot's result depends on no other slot.
+// the same 16 of up, or 32 of down. A warp computes whole strips (but for the few), so a slot's result
+// depends on no other slot, nor on which kernel it is.
 //
 // moe_both does both GEMMs of a block in one thread block; moe_up and moe_down do one each, with the
-// strips of all blocks spread evenly. The rounding points are those of `quads_common.moe`.
+// strips of all blocks spread evenly; moe_up_few and moe_down_few, of blocks of at most 8 slots, also
+// spread K over several warps. The rounding points are those of `quads_common.moe`.
 //
-// Compiled for one shape: HIDDEN and INNER (multiples of 128), FORMAT (BF16 or FP16).
+// Compiled for one shape: HIDDEN and INNER (multiples of 128), FORMAT (BF16 or FP16), WITH_RAC and
+// WITH_SPLICE (0 or 1): what compensates GEMM2's input.
 #include "device.cuh"
-#include "table.cuh"
+#include "compensate.cuh"
+#include "routes.cuh"
 
 struct MoeArguments {
   const u8* w13;           // tiles of codes [E, I/16, H/128, 2048]
@@ -23,18 +26,20 @@ struct MoeArguments {
   const u8* x;             // 16-bit operands [T, 8, plane], see `rows.Operand`
   const float* row_scale;  // [T] with FP16, else null
   const float* router;     // [slots] float32, or null: 1
-  const int* table;        // see table.cuh; null: made here from ids, at most 32 slots
-  u8* product;             // moe_up writes, moe_down reads: bfloat16 [slots, 8, I/8]
+  u8* product;             // moe_up writes, moe_down reads: bfloat16 [slots, 8, I/8]; moe_both
+                           // writes it unless it is null
   float* out;              // [slots, H]
   u8* inspect_y;           // with INSPECT: GEMM1's rounded result, bfloat16 [slots, 2I]
   u8* inspect_operand;     // with INSPECT: GEMM2's operand [slots, 8, I/8]
   float* inspect_scale;    // with INSPECT: its row scale [slots]
   Routes routes;
-  int rows;                // slots that fit in shared memory: a multiple of 8
+  int rows;                // that fit in shared memory: a multiple of 8
   float limit;             // SwiGLU's clamp, infinity for none
+  Compensation compensation;  // of GEMM2's input
 };
 
-constexpr int WARPS = 16;
+static_assert(sizeof(MoeArguments) == ARGUMENT_BYTES, "the launcher knows another structure");
+
 constexpr int CODE_TILE = 2048, SCALE_TILE = 256;
 constexpr int UP_STRIPS = INNER / 16, DOWN_STRIPS = HIDDEN / 32;
 
@@ -113,51 +118,33 @@ DEVICE void multiply_stage(float (&acc)[2][TILES][4], const Stage& stage, u32 x)
   plane(Constant<1>(), Constant<3>());
 }
 
-// Stages of a strip that are in registers or on their way: with few slots there is room for more.
-template <bool DOWN, int TILES>
-DEVICE constexpr int depth() {
-  constexpr int STAGES = (DOWN ? INNER : HIDDEN) / 128;
-  return TILES > 1 ? 2 : STAGES % 4 == 0 ? 4 : STAGES % 3 == 0 ? 3 : 2;
-}
-
-// The first stages of a strip. `ring[i]` holds stage i.
-template <bool DOWN, int RING>
-DEVICE void begin_strip(const MoeArguments& A, Stage (&ring)[RING], u32 offset) {
-#pragma unroll
-  for (int i = 0; i < RING - 1; i++) load_stage<DOWN>(A, offset + i * STAGE_UNITS, ring[i]);
-}
-
-// A strip: acc = weights x slots over all of K. At the start `ring` holds its first stages, at the
-// end those of the strip at `next_offset`.
-template <bool DOWN, int TILES, int RING>
-DEVICE void multiply_strip(const MoeArguments& A, float (&acc)[2][TILES][4], Stage (&ring)[RING],
+// acc = weights x slots over STAGES stages from `offset` on. `current` holds the first of them, at the
+// end that of `next_offset`.
+template <bool DOWN, int TILES, int STAGES>
+DEVICE void multiply_strip(const MoeArguments& A, float (&acc)[2][TILES][4], Stage& current,
                            u32 offset, u32 next_offset, u32 x) {
-  constexpr int STAGES = (DOWN ? INNER : HIDDEN) / 128;
 #pragma unroll
   for (int m = 0; m < 2; m++)
 #pragma unroll
     for (int n = 0; n < TILES; n++)
 #pragma unroll
       for (int c = 0; c < 4; c++) acc[m][n][c] = 0.0f;
-  const u32 end = x + STAGES / RING * RING * 32;  // of what whole turns of the ring read
-  offset += (RING - 1) * STAGE_UNITS;
+  Stage other;
+  const u32 end = x + STAGES / 2 * 64;  // of what pairs of stages read
 #pragma unroll 1
   while (x != end) {
-#pragma unroll
-    for (int i = 0; i < RING; i++) {
-      // After the first of its last turn the ring is filled for the next strip.
-      if (STAGES % RING == 0 && i == 1 && x + RING * 32 == end) offset = next_offset;
-      load_stage<DOWN>(A, offset, ring[(i + RING - 1) % RING]);
-      offset += STAGE_UNITS;
-      multiply_stage<DOWN, TILES>(acc, ring[i], x + i * 32);
-    }
-    x += RING * 32;
+    load_stage<DOWN>(A, offset + STAGE_UNITS, other);
+    multiply_stage<DOWN, TILES>(acc, current, x);
+    offset += 2 * STAGE_UNITS;
+    if (STAGES % 2 == 0 && x + 64 == end) offset = next_offset;
+    load_stage<DOWN>(A, offset, current);
+    multiply_stage<DOWN, TILES>(acc, other, x + 32);
+    x += 64;
   }
-  if constexpr (STAGES % RING != 0) {
-    static_assert(RING == 2);
-    load_stage<DOWN>(A, next_offset, ring[1]);
-    multiply_stage<DOWN, TILES>(acc, ring[0], x);
-    ring[0] = ring[1];
+  if constexpr (STAGES % 2 != 0) {
+    load_stage<DOWN>(A, next_offset, other);
+    multiply_stage<DOWN, TILES>(acc, current, x);
+    current = other;
   }
 }
 
@@ -221,10 +208,6 @@ DEVICE void finish_down(const MoeArguments& A, const float (&acc)[2][TILES][4], 
         *target = make_float4(y[0], y[1], y[2], y[3]);
       }
     }
-}
-
-DEVICE u32 larger_magnitude(u32 largest, u32 pair) {  // bits of float32, of a pair of bfloat16
-  return max(largest, max((pair << 16) & 0x7FFF0000u, pair & 0x7FFF0000u));
 }
 
 // Products of one slot in shared memory, bfloat16 [8, I/8], to float16 code * block scale, in place.
@@ -291,7 +274,13 @@ DEVICE void quantize_block(const MoeArguments& A, const Block& block, Slots& slo
                            int warp, int lane) {
   for (int row = warp; row < block.rows; row += WARPS) {
     const u32 at = products + row * PRODUCT_ROW;
+#if WITH_RAC || WITH_SPLICE
+    const float scale = compensate_row<INNER / 16, PRODUCT_PLANE, WITH_RAC, WITH_SPLICE>(
+        at, lane, A.compensation.block_mask + block.expert * A.compensation.mask_stride,
+        A.compensation.hot_bits + block.expert * A.compensation.bits_stride, A.compensation.alpha);
+#else
     const float scale = quantize_row(at, lane);
+#endif
     if (lane == 0) slots.down_factor[row] = __fmul_rn(scale, slots.down_factor[row]);
 #ifdef INSPECT
     if (lane == 0) A.inspect_scale[slots.ids[row]] = scale;
@@ -301,6 +290,30 @@ DEVICE void quantize_block(const MoeArguments& A, const Block& block, Slots& slo
           load_shared(at + word * 4);
 #endif
   }
+}
+
+// acc of a team's first warp += those of its others, in their order. By all warps.
+template <int SPLIT, int TILES>
+DEVICE void sum_parts(float (&acc)[2][TILES][4], bool inside, int warp, int lane) {
+  static_assert(TILES == 1);
+  __shared__ float4 parts[WARPS][2][32];
+  if (inside)
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+      parts[warp][m][lane] = make_float4(acc[m][0][0], acc[m][0][1], acc[m][0][2], acc[m][0][3]);
+  __syncthreads();
+  if (inside && warp % SPLIT == 0)
+#pragma unroll
+    for (int p = 1; p < SPLIT; p++)
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        const float4 other = parts[warp + p][m][lane];
+        acc[m][0][0] += other.x;
+        acc[m][0][1] += other.y;
+        acc[m][0][2] += other.z;
+        acc[m][0][3] += other.w;
+      }
+  __syncthreads();
 }
 
 template <typename Run>
@@ -315,17 +328,20 @@ DEVICE void by_tiles(int rows, Run run) {
     run(Constant<4>());
 }
 
+template <bool DOWN>
+constexpr int STAGES = (DOWN ? INNER : HIDDEN) / 128;
+
 // First unit of a strip of an expert, for this lane.
 template <bool DOWN>
 DEVICE u32 strip_offset(int expert, int strip, int lane) {
   constexpr u32 STRIPS = DOWN ? DOWN_STRIPS : UP_STRIPS;
-  constexpr u32 STAGES = (DOWN ? INNER : HIDDEN) / 128;
-  return (expert * STRIPS + strip) * (STAGES * STAGE_UNITS) + lane;
+  return (expert * STRIPS + strip) * (STAGES<DOWN> * STAGE_UNITS) + lane;
 }
 
 // Both GEMMs of a block in one thread block. Grid: any; blocks are dealt out in turn.
 DEVICE void both_halves(const MoeArguments& A) {
   extern __shared__ __align__(128) u8 memory[];
+  __shared__ Routing routing;
   __shared__ Block block;
   __shared__ Slots slots;
   __shared__ __align__(8) u64 barrier_memory;
@@ -335,126 +351,209 @@ DEVICE void both_halves(const MoeArguments& A) {
   const u32 lane_products = products + (lane >> 2) * PRODUCT_ROW + (lane & 3) * 8;
   const u32 barrier = shared_address(&barrier_memory);
   if (tid == 0) barrier_init(barrier, 1);
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  place_experts(A.routes, routing);  // the routes are older than the kernel in front
   u32 phase = 0;
-  for (int b = blockIdx.x; b < block_count(A.table); b += gridDim.x) {
+  for (int b = blockIdx.x; b < routing.blocks; b += gridDim.x) {
     fence_copy_engine();
     __syncthreads();
-    read_block(A.table, b, block);
-    __syncthreads();
+    gather_block(A.routes, b, routing, block);
+    Stage current;
+    load_stage<false>(A, strip_offset<false>(block.expert, min(warp, UP_STRIPS - 1), lane), current);
+    if (b == blockIdx.x) wait_for_previous_kernel();
     if (tid == 0) barrier_expect(barrier, block.rows * X_BYTES);
     fetch_rows<false>(A, block, slots, x, barrier);
+    __syncthreads();
+    barrier_wait(barrier, phase);
+    phase ^= 1;
     by_tiles(block.rows, [&](auto tiles) {
       constexpr int TILES = decltype(tiles)::value;
       float acc[2][TILES][4];
-      {
-        Stage ring[depth<false, TILES>()];
-        begin_strip<false>(A, ring, strip_offset<false>(block.expert, min(warp, UP_STRIPS - 1), lane));
-        __syncthreads();
-        barrier_wait(barrier, phase);
-        for (int strip = warp; strip < UP_STRIPS; strip += WARPS) {
-          const int next = min(strip + WARPS, UP_STRIPS - 1);
-          multiply_strip<false, TILES>(A, acc, ring, strip_offset<false>(block.expert, strip, lane),
-                                       strip_offset<false>(block.expert, next, lane), lane_x);
-          finish_up<TILES>(A, acc, slots, block.rows, strip, lane, [&](int slot, int at, u32 pair) {
-            store_shared(products + slot * PRODUCT_ROW + at, pair);
-          });
-        }
+      for (int strip = warp; strip < UP_STRIPS; strip += WARPS) {
+        const int next = min(strip + WARPS, UP_STRIPS - 1);
+        multiply_strip<false, TILES, STAGES<false>>(
+            A, acc, current, strip_offset<false>(block.expert, strip, lane),
+            strip_offset<false>(block.expert, next, lane), lane_x);
+        finish_up<TILES>(A, acc, slots, block.rows, strip, lane, [&](int slot, int at, u32 pair) {
+          store_shared(products + slot * PRODUCT_ROW + at, pair);
+          if (A.product) *(u32*)(A.product + (u64)slots.ids[slot] * PRODUCT_BYTES + at) = pair;
+        });
       }
-      Stage ring[depth<true, TILES>()];
-      begin_strip<true>(A, ring, strip_offset<true>(block.expert, min(warp, DOWN_STRIPS - 1), lane));
+    });
+    load_stage<true>(A, strip_offset<true>(block.expert, min(warp, DOWN_STRIPS - 1), lane), current);
+    __syncthreads();
+    if (FORMAT == FP16) {
+      quantize_block(A, block, slots, products, warp, lane);
       __syncthreads();
-      if (FORMAT == FP16) {
-        quantize_block(A, block, slots, products, warp, lane);
-        __syncthreads();
-      }
+    }
+    by_tiles(block.rows, [&](auto tiles) {
+      constexpr int TILES = decltype(tiles)::value;
+      float acc[2][TILES][4];
       for (int strip = warp; strip < DOWN_STRIPS; strip += WARPS) {
         const int next = min(strip + WARPS, DOWN_STRIPS - 1);
-        multiply_strip<true, TILES>(A, acc, ring, strip_offset<true>(block.expert, strip, lane),
-                                    strip_offset<true>(block.expert, next, lane), lane_products);
+        multiply_strip<true, TILES, STAGES<true>>(
+            A, acc, current, strip_offset<true>(block.expert, strip, lane),
+            strip_offset<true>(block.expert, next, lane), lane_products);
         finish_down<TILES>(A, acc, slots, block.rows, strip, lane);
       }
     });
-    phase ^= 1;
   }
 }
 
+// Warps that share the K of a strip. With more than one, a strip's parts are summed in their order.
+template <bool DOWN, bool FEW>
+constexpr int PARTS = !FEW                   ? 1
+                      : STAGES<DOWN> % 4 == 0 ? 4
+                      : STAGES<DOWN> % 3 == 0 ? 3
+                      : STAGES<DOWN> % 2 == 0 ? 2
+                                              : 1;
+
+// Strips begin .. end of all blocks' that a thread block has in shared memory; from split on they are
+// the second block's, whose rows begin at second_row. `last`: where its share ends.
+struct Work {
+  int begin, split, end, last, second_row;
+
+  DEVICE bool two() const { return end > split; }
+
+  // First unit of a strip for this lane; of the last one for strips behind it.
+  template <bool DOWN>
+  DEVICE u32 offset(const Block (&block)[2], int strip, int lane) const {
+    strip = min(strip, end - 1);
+    const int i = strip >= split;
+    const int own = strip - split + (i ? 0 : DOWN ? DOWN_STRIPS : UP_STRIPS);
+    return strip_offset<DOWN>(block[i].expert, own, lane);
+  }
+};
+
 // One GEMM of all blocks: thread block c has the strips c * n / grid .. (c + 1) * n / grid of all n.
-// Two blocks are in shared memory at a time, if their rows fit.
-template <bool DOWN>
+// Two blocks are in shared memory at a time, if their rows fit. FEW: blocks have at most 8 rows.
+template <bool DOWN, bool FEW>
 DEVICE void one_half(const MoeArguments& A) {
   constexpr int BYTES = DOWN ? PRODUCT_BYTES : X_BYTES, ROW = DOWN ? PRODUCT_ROW : X_ROW;
   constexpr int STRIPS = DOWN ? DOWN_STRIPS : UP_STRIPS;
+  constexpr int SPLIT = PARTS<DOWN, FEW>, TEAMS = WARPS / SPLIT, SHARE = STAGES<DOWN> / SPLIT;
   extern __shared__ __align__(128) u8 memory[];
+  __shared__ Routing routing;
   __shared__ Block block[2];
   __shared__ Slots slots[2];
+  __shared__ Work work;
   __shared__ __align__(8) u64 barrier_memory;
-  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-  const u32 x = shared_address(memory), barrier = shared_address(&barrier_memory);
+  const int tid = threadIdx.x, warp = tid >> 5;
+  int lane = tid & 31;
+  const int team = warp / SPLIT, part = warp % SPLIT;
+  const u32 part_offset = part * SHARE * STAGE_UNITS;
+  u32 x = shared_address(memory);
+  const u32 barrier = shared_address(&barrier_memory);
   if (tid == 0) barrier_init(barrier, 1);
   let_next_kernel_start();
-  // The routes are older than the kernel in front of this one, and moe_down's table is too: it was
-  // complete before moe_up read it. So weights are fetched before the wait.
-  const bool own_table = A.table == nullptr;
-  bool waited = !DOWN && !own_table;
-  if (waited) wait_for_previous_kernel();
-  const int total = (own_table ? count_blocks(A.routes) : block_count(A.table)) * STRIPS;
-  const int first = (int)((long long)total * blockIdx.x / gridDim.x);
-  const int last = (int)((long long)total * (blockIdx.x + 1) / gridDim.x);
+  // The routes are older than the kernel in front.
+  const bool few = FEW && A.routes.slots <= 32;
+  FewSlots few_slots;
+  if (few) {
+    few_slots.load(A.routes);
+    const int blocks = few_slots.blocks(A.routes);
+    if (tid == 0) routing.blocks = blocks;
+  } else {
+    place_experts(A.routes, routing);
+  }
   u32 phase = 0;
-  for (int begin = first, end; begin < last; begin = end) {
-    const int b = begin / STRIPS, split = (b + 1) * STRIPS;
-    end = min(last, split + STRIPS);
+  for (bool started = false;; started = true) {
+    keep_inside(x);
+    keep_inside(lane);
     fence_copy_engine();
     __syncthreads();
-    for (int i = 0; i <= (end > split); i++)
-      if (own_table) make_block(A.routes, b + i, block[i]); else read_block(A.table, b + i, block[i]);
+    if (tid == 0) {
+      const long long total = routing.blocks * STRIPS;
+      work.begin = started ? work.end : (int)(total * blockIdx.x / gridDim.x);
+      work.last = (int)(total * (blockIdx.x + 1) / gridDim.x);
+      work.split = (work.begin / STRIPS + 1) * STRIPS;
+      work.end = min(work.last, work.split + STRIPS);
+    }
     __syncthreads();
-    const int second_row = (block[0].rows + 7) / 8 * 8;
-    if (end > split && second_row + (block[1].rows + 7) / 8 * 8 > A.rows) end = split;
-    const bool two = end > split;
-    auto offset_of = [&](int strip) {
-      const int i = strip >= split;
-      return strip_offset<DOWN>(block[i].expert, strip - (b + i) * STRIPS, lane);
-    };
-    by_tiles(two ? max(block[0].rows, block[1].rows) : block[0].rows, [&](auto tiles) {
-      constexpr int TILES = decltype(tiles)::value;
-      float acc[2][TILES][4];
-      Stage ring[depth<DOWN, TILES>()];
-      begin_strip<DOWN>(A, ring, offset_of(min(begin + warp, end - 1)));
-      if (!waited) wait_for_previous_kernel();
-      waited = true;
-      if (tid == 0) barrier_expect(barrier, (block[0].rows + (two ? block[1].rows : 0)) * BYTES);
-      fetch_rows<DOWN>(A, block[0], slots[0], x, barrier);
-      if (two) fetch_rows<DOWN>(A, block[1], slots[1], x + second_row * ROW, barrier);
-      __syncthreads();
-      barrier_wait(barrier, phase);
-      if (DOWN && FORMAT == FP16) {
-        for (int i = 0; i <= two; i++)
-          quantize_block(A, block[i], slots[i], x + (i ? second_row * ROW : 0), warp, lane);
-        __syncthreads();
-      }
-      for (int strip = begin + warp; strip < end; strip += WARPS) {
-        const int i = strip >= split, own = strip - (b + i) * STRIPS;
-        const int row = (i ? second_row : 0) + (lane >> 2);
-        multiply_strip<DOWN, TILES>(A, acc, ring, offset_of(strip),
-                                    offset_of(min(strip + WARPS, end - 1)),
-                                    x + row * ROW + (lane & 3) * 8);
-        if constexpr (DOWN)
-          finish_down<TILES>(A, acc, slots[i], block[i].rows, own, lane);
-        else
-          finish_up<TILES>(A, acc, slots[i], block[i].rows, own, lane,
-                           [&](int slot, int at, u32 pair) {
-            *(u32*)(A.product + (u64)slots[i].ids[slot] * PRODUCT_BYTES + at) = pair;
-          });
-      }
-    });
+    if (work.begin >= work.last) return;
+    for (int i = 0; i <= (work.end > work.split); i++) {
+      const int b = work.begin / STRIPS + i;
+      if (few)
+        few_slots.gather_block(A.routes, b, block[i]);
+      else
+        gather_block(A.routes, b, routing, block[i]);
+    }
+    if (tid == 0) {
+      work.second_row = groups_of_8(block[0].rows) * 8;
+      if (work.end > work.split && work.second_row + groups_of_8(block[1].rows) * 8 > A.rows)
+        work.end = work.split;
+    }
+    __syncthreads();
+    Stage current;
+    load_stage<DOWN>(A, work.offset<DOWN>(block, work.begin + team, lane) + part_offset, current);
+    if (!started) wait_for_previous_kernel();
+    if (tid == 0)
+      barrier_expect(barrier, (block[0].rows + (work.two() ? block[1].rows : 0)) * BYTES);
+    fetch_rows<DOWN>(A, block[0], slots[0], x, barrier);
+    if (work.two()) fetch_rows<DOWN>(A, block[1], slots[1], x + work.second_row * ROW, barrier);
+    __syncthreads();
+    barrier_wait(barrier, phase);
     phase ^= 1;
+    if (DOWN && FORMAT == FP16) {
+      for (int i = 0; i <= work.two(); i++)
+        quantize_block(A, block[i], slots[i], x + (i ? work.second_row * ROW : 0), warp, lane);
+      __syncthreads();
+    }
+    auto run = [&](auto tiles) {
+      constexpr int TILES = decltype(tiles)::value;
+      for (int strip = work.begin + team; FEW ? strip - team < work.end : strip < work.end;
+           strip += TEAMS) {
+        float acc[2][TILES][4];
+        const bool inside = !FEW || (strip < work.end && team < TEAMS);
+        const int i = inside && strip >= work.split;
+        if (inside) {
+          const int row = (i ? work.second_row : 0) + (lane >> 2);
+          multiply_strip<DOWN, TILES, SHARE>(
+              A, acc, current, work.offset<DOWN>(block, strip, lane) + part_offset,
+              work.offset<DOWN>(block, strip + TEAMS, lane) + part_offset,
+              x + row * ROW + (lane & 3) * 8 + part * SHARE * 32);
+        }
+        if constexpr (SPLIT > 1) sum_parts<SPLIT, TILES>(acc, inside, warp, lane);
+        if (inside && part == 0) {
+          const int own = strip - work.split + (i ? 0 : STRIPS);
+          if constexpr (DOWN)
+            finish_down<TILES>(A, acc, slots[i], block[i].rows, own, lane);
+          else
+            finish_up<TILES>(A, acc, slots[i], block[i].rows, own, lane,
+                             [&](int slot, int at, u32 pair) {
+              *(u32*)(A.product + (u64)slots[i].ids[slot] * PRODUCT_BYTES + at) = pair;
+            });
+        }
+      }
+    };
+    if constexpr (FEW)
+      run(Constant<1>());
+    else
+      by_tiles(work.two() ? max(block[0].rows, block[1].rows) : block[0].rows, run);
   }
 }
 
-#define KERNEL extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 1)
 KERNEL moe_both(const __grid_constant__ MoeArguments A) { both_halves(A); }
-KERNEL moe_up(const __grid_constant__ MoeArguments A) { one_half<false>(A); }
-KERNEL moe_down(const __grid_constant__ MoeArguments A) { one_half<true>(A); }
+KERNEL moe_up(const __grid_constant__ MoeArguments A) { one_half<false, false>(A); }
+KERNEL moe_down(const __grid_constant__ MoeArguments A) { one_half<true, false>(A); }
+KERNEL moe_up_few(const __grid_constant__ MoeArguments A) { one_half<false, true>(A); }
+KERNEL moe_down_few(const __grid_constant__ MoeArguments A) { one_half<true, true>(A); }
+
+// For tests: the blocks of a batch, int32 [blocks, 2 + MAX_ROWS] (expert, rows, slots), their number
+// in front. Grid: the most blocks there can be.
+#ifdef INSPECT
+KERNEL list_blocks(const __grid_constant__ MoeArguments A) {
+  __shared__ Routing routing;
+  __shared__ Block block;
+  place_experts(A.routes, routing);
+  int* list = (int*)A.out;
+  if (blockIdx.x == 0 && threadIdx.x == 0) list[0] = routing.blocks;
+  if (blockIdx.x >= routing.blocks) return;
+  gather_block(A.routes, blockIdx.x, routing, block);
+  int* line = list + 1 + blockIdx.x * (2 + MAX_ROWS);
+  if (threadIdx.x < MAX_ROWS) line[2 + threadIdx.x] = block.slots[threadIdx.x];
+  if (threadIdx.x == 0) line[0] = block.expert;
+  if (threadIdx.x == 0) line[1] = block.rows;
+}
+#endif

@@ -21,7 +21,7 @@ __all__ = ["Kernel", "Nvrtc", "compile_cubin", "load_kernels"]
 SOURCES = Path(__file__).parent
 CACHE_VARIABLE = "QUADS_KERNEL_CACHE"
 # CUfunction_attribute and CUlaunchAttributeID of the driver's interface.
-MAX_DYNAMIC_SHARED_MEMORY = 8
+STATIC_SHARED_MEMORY, MAX_DYNAMIC_SHARED_MEMORY = 1, 8
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
@@ -96,15 +96,18 @@ def compile_cubin(name: str, architecture: str, defines: Mapping[str, str]) -> b
 
 
 class Kernel:
-    """A loaded kernel of one GPU.
+    """A loaded kernel of one GPU. A launch may use all shared memory that a thread block can have.
 
-    shared: bytes of dynamic shared memory that a launch may ask for at most.
+    shared: bytes of it, the kernel's static variables included.
     """
 
     def __init__(self, function: ctypes.c_void_p, shared: int) -> None:
-        self._function = function
-        if shared:
-            _check_driver(_driver().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_MEMORY, shared))
+        self._function, driver, static = function, _driver(), ctypes.c_int()
+        _check_driver(
+            driver.cuFuncGetAttribute(ctypes.byref(static), STATIC_SHARED_MEMORY, function)
+        )
+        dynamic = shared - static.value
+        _check_driver(driver.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_MEMORY, dynamic))
 
     def launch(
         self, grid: int, block: int, shared: int, arguments: ctypes.Structure, stream: int

@@ -1,0 +1,121 @@
+"""Comparisons of the ``hopper`` kernels that compensate GEMM2's input; a GPU is needed.
+
+Yields as ``compare_compensated`` does. Each stage is compared on the results of the one before:
+GEMM1 within the accumulation bound, GEMM2's operand with the Triton quantizer's bits, GEMM2 within
+the bound.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from quads_common.activation import Activation
+from quads_common.compensation.moe import Gathering, fused_moe_compensated
+from quads_common.compensation.operands import InputCompensation
+from quads_common.compensation.statistics import new_statistics
+from quads_common.kernels import hopper
+from quads_common.kernels.compensated import fused_moe_compensated_hopper
+from quads_common.kernels.compensated_rows import compensate_rows
+from quads_common.kernels.hopper import DecodePlan, Inspection, RowCompensation
+from quads_common.kernels.moe import DOWN, GATE_UP, fused_moe_hopper
+from quads_common.kernels.route import Routes
+from tests.kernels.compare_compensated import grouped_excess, row_errors
+from tests.kernels.compare_gemm import random_ids
+from tests.kernels.compensated_cases import PRESETS, hot_rows
+from tests.kernels.exact import random_weight
+
+Check = tuple[str, bool, str]
+
+NAMES = ("rac", "rac all, alpha", "splice", "splice rac")
+
+
+def hopper_layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
+    if device == "cpu" or torch.cuda.get_device_capability(device)[0] != 9:
+        yield "hopper", True, "not run: this is no sm_90 GPU"
+        return
+    hidden, inner, experts, top_k = next(iter(shapes.values()))
+    generator = torch.Generator().manual_seed(51)
+    w13 = random_weight(experts, 2 * inner, hidden, generator=generator)
+    w2 = random_weight(experts, hidden, inner, generator=generator)
+    weights = [type(w)(*(t.to(device) for t in (w.packed, w.block_scale, w.global_scale)))
+               for w in (w13, w2)]  # fmt: skip
+    tiled = GATE_UP.tile(weights[0]), DOWN.tile(weights[1])
+    for tokens in (1, 5, 100):
+        x = hot_rows(tokens, hidden, generator, torch.bfloat16).to(device)
+        ids = random_ids(tokens, top_k, experts, torch.Generator().manual_seed(tokens))
+        if tokens > 1:
+            ids[1, 0] = -1
+        ids = ids.to(device)
+        router = torch.rand(ids.shape, generator=generator).to(device)
+        for name in NAMES:
+            lists = [
+                PRESETS[name].lists(width, groups, 4, device)
+                for width, groups in ((hidden, 1), (inner, experts))
+            ]
+            yield from one_layer(f"hopper {tokens} {name}", x, weights, tiled, router, ids, lists)
+    nothing = {"w13_input": InputCompensation(), "w2_input": InputCompensation()}
+    got = fused_moe_compensated_hopper(x, *tiled, router, ids, **nothing)
+    differ = int((got != fused_moe_hopper(x, *tiled, router, ids)).sum())
+    yield "hopper, nothing selected", differ == 0, f"{differ} differ from plain"
+
+
+def one_layer(name, x, weights, tiled, router, ids, lists) -> Iterator[Check]:
+    first, second = lists
+    tokens, top_k = ids.shape
+    hidden, inner, experts = x.shape[1], tiled[1].shape[2], tiled[1].shape[0]
+    routes = Routes(ids, None, experts)
+    flat = ids.flatten().long()
+    valid = flat >= 0
+    following = None if second.channels is None else (second.channels, inner)
+    rows = compensate_rows(x, first, following=following)
+    compensation = RowCompensation(second.block_mask, rows.next_bits, second.alpha)
+    slots, results = tokens * top_k, []
+    for plan in (
+        DecodePlan("fused", min(32, hopper._fused_capacity(hidden, inner))),
+        DecodePlan("pair", min(32, *hopper._half_capacity(hidden, inner))),
+        DecodePlan("few", 8),
+    ):
+
+        def fresh(*shape, dtype):
+            return torch.full(shape, torch.nan, dtype=dtype, device=x.device)
+
+        seen = Inspection(
+            fresh(slots, 2 * inner, dtype=torch.bfloat16),
+            fresh(slots, 8, inner // 8, dtype=torch.bfloat16),
+            fresh(slots, 8, inner // 8, dtype=torch.float16),
+            fresh(slots, dtype=torch.float32),
+        )  # fmt: skip
+        label, arguments = f"{name} {plan.form}", (rows.operand, *tiled, routes, router, plan, None)
+        out = hopper.decode_experts(*arguments, seen, compensation)
+        excess = grouped_excess(seen.y, x, first, weights[0], flat, top_k, False, None)
+        yield f"{label} gemm1", excess <= 1, f"worst error {excess:.3f} of the bound"
+        want = compensate_rows(seen.y, second, activation=Activation(), routes=routes).operand
+        values = want.values[:, :, : inner // 8]
+        differ = int((seen.operand[valid] != values[valid]).sum())
+        scales = int((seen.row_scale[valid] != want.row_scale[valid]).sum())
+        yield f"{label} operand", differ + scales == 0, f"{differ} values, {scales} scales differ"
+        product = seen.product.transpose(1, 2).reshape(slots, inner)
+        excess = grouped_excess(out, product, second, weights[1], flat, 1, False, router.flatten())
+        yield f"{label} gemm2", excess <= 1, f"worst error {excess:.3f} of the bound"
+        kept = fresh(slots, inner, dtype=torch.bfloat16)
+        bare = hopper.decode_experts(*arguments, None, compensation, kept)
+        ok = torch.equal(bare[valid], out[valid])
+        ok &= torch.equal(kept.reshape(seen.product.shape)[valid], seen.product[valid])
+        yield f"{label} without inspection", ok, "bits differ"
+        results.append(out[valid])
+    same = all(torch.equal(results[0], result) for result in results[1:])
+    yield f"{name} all forms", same, "bits differ"
+    stats = [
+        new_statistics(groups, width, device=x.device)
+        for groups, width in ((1, hidden), (experts, inner))
+    ]
+    for s in stats:
+        s.enabled.fill_(True)
+    both = {"w13_input": first, "w2_input": second}
+    whole = fused_moe_compensated_hopper(
+        x, *tiled, router, ids, **both, gathering=Gathering(*stats, 1)
+    )
+    error = float(row_errors(whole, fused_moe_compensated(x, *weights, router, ids, **both)).mean())
+    counted = [int(s.count.sum()) for s in stats]
+    ok = error < 2e-2 and counted == [tokens, int(valid.sum())]
+    yield f"{name} whole", ok, f"mean error of a row {error:.1e}, rows counted {counted}"

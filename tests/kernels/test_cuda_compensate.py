@@ -1,0 +1,105 @@
+"""The quantizer of ``cuda/compensate.cuh``, compiled for this machine, against ``fold``: bits.
+
+The arithmetic is the header's own text, and so is that of ``device.cuh`` behind its last heading;
+what a GPU has and a CPU has not stands in ``cuda_host/compensate.cpp``.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from quads_common import format as contract
+from quads_common.compensation.fold import fold
+from quads_common.compensation.operands import InputCompensation, compensated_operands
+from quads_common.kernels import cuda, hopper
+from quads_common.kernels.cuda import nvrtc
+from quads_common.kernels.hopper import moe_defines
+from tests.common.bits import assert_same_bits
+from tests.kernels.compensated_cases import Preset, enlarge_hot, hot_rows
+from tests.kernels.offline import cuobjdump
+from tests.kernels.test_hopper import needs_nvrtc
+
+FOLDER = cuda.__path__[0]
+WIDTHS = (128, 768)
+HEADING = "// ---- the quantizer of `quads_common.quantize`"
+
+
+@needs_nvrtc
+def test_kernels_that_compensate_do_not_spill(tmp_path, monkeypatch):
+    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path))
+    defines = moe_defines(torch.float16, 2048, 768, False, True, True)
+    usage = re.findall(
+        r"Function (\w+):\s+REG:(\d+) STACK:(\d+)",
+        cuobjdump(nvrtc.compile_cubin("moe", "sm_90a", defines), "-res-usage"),
+    )
+    assert {name for name, *_ in usage} == set(hopper.KERNELS)
+    assert all(int(registers) <= 128 and stack == "0" for _, registers, stack in usage), usage
+
+
+@pytest.fixture(scope="module", params=WIDTHS)
+def library(request, tmp_path_factory):
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    folder = tmp_path_factory.mktemp("cuda")
+    with open(f"{FOLDER}/device.cuh") as file:
+        _, heading, quantizer = file.read().partition(HEADING)
+    assert heading
+    (folder / "quantizer.cuh").write_text(heading + quantizer)
+    names = ("AMAX_FLOOR", "FLT_MAX", "ONE_SIXTH")
+    defines = [f"-D{name}={float(getattr(contract, name)).hex()}f" for name in names]
+    command = [
+        "g++", "-std=c++20", "-O1", "-ffp-contract=off", "-mf16c", "-shared", "-fPIC", "-pthread",
+        "-Wno-unknown-pragmas", f"-I{FOLDER}", f"-DK_BLOCKS={request.param // 16}", *defines,
+        f'-DQUANTIZER="{folder}/quantizer.cuh"', __file__.replace(
+            "test_cuda_compensate.py", "cuda_host/compensate.cpp"
+        ), "-o", f"{folder}/compensate.so",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return ctypes.CDLL(f"{folder}/compensate.so"), request.param
+
+
+def in_planes(x: torch.Tensor) -> torch.Tensor:
+    return x.unflatten(1, (-1, 8)).transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [Preset(0.5), Preset(1.0, alpha=0.5), Preset(channels=32), Preset(0.5, 32), Preset(0.0, 5)],
+    ids=["rac", "rac-alpha", "splice", "splice-rac", "nothing-selected"],
+)
+def test_rows_equal_torch(library, preset):
+    run, width = library
+    x = hot_rows(24, width, torch.Generator().manual_seed(41), torch.bfloat16)
+    groups = 3
+    lists = preset.lists(width, groups, 4, "cpu")
+    if lists.channels is not None:
+        enlarge_hot(x, lists.channels, torch.arange(len(x)) % groups)
+    x[-1, 7], x[-2, 9] = torch.nan, -torch.inf
+    if lists.channels is not None:
+        x[5, lists.channels[5 % groups, 1]] = torch.inf
+    mask = torch.zeros((len(x), width // 16), dtype=torch.uint8)
+    bits = torch.zeros((len(x), width // 16), dtype=torch.int32)
+    for row in range(len(x)):
+        if lists.block_mask is not None:
+            mask[row] = lists.block_mask[row % groups]
+        if lists.channels is not None:
+            for channel in lists.channels[row % groups].tolist():
+                if channel >= 0:
+                    bits[row, channel // 16] |= 1 << channel % 16
+    values, scales = in_planes(x).view(torch.int16), torch.zeros(len(x))
+    run.compensate(
+        ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(scales.data_ptr()), len(x),
+        ctypes.c_void_p(mask.data_ptr()), ctypes.c_void_p(bits.data_ptr()),
+        ctypes.c_float(lists.alpha), lists.block_mask is not None, lists.channels is not None,
+    )  # fmt: skip
+    for row in range(len(x)):
+        one = InputCompensation(lists.block_mask, lists.channels, None, lists.alpha)
+        want = fold(compensated_operands(x[row : row + 1], one, row % groups))
+        got = values.view(torch.float16)[row : row + 1]
+        assert_same_bits(got + 0.0, in_planes(want.values) + 0.0, f"{width} row {row}")
+        assert_same_bits(scales[row : row + 1], want.row_scale.flatten(), f"{width} row {row}")
