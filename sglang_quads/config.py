@@ -12,7 +12,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import nn
 
-from quads_common.backend import choose_backend
+from quads_common.backend import choose_backend, general_backend
 from quads_common.options import (
     PLAIN_METHOD,
     QUANT_METHOD,
@@ -131,7 +131,11 @@ class QuadsNvfp4Config(QuantizationConfig):
             if not self._decide(prefix):
                 return UnquantizedLinearMethod()
             return QuadsLinearMethod(
-                self.options, prefix, self._members(prefix), self.load_format, self.backend
+                self.options,
+                prefix,
+                self._members(prefix),
+                self.load_format,
+                general_backend(self.backend),
             )
         if isinstance(layer, FusedMoE):
             from sglang_quads.fused_moe import QuadsMoEMethod

@@ -1,5 +1,7 @@
 """Routed experts: gate and up of an expert share one global scale, down has its own."""
 
+import functools
+import logging
 from typing import Any
 
 import torch
@@ -9,13 +11,17 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from torch import nn
 
 from quads_common.activation import Activation
+from quads_common.backend import moe_backend
 from quads_common.layer_weights import add_quantized_weight
 from quads_common.ops import quads_moe
 from quads_common.options import QuadsOptions
 from quads_common.shards import ExpertLoader, ExpertShards
+from quads_common.weight_tiles import TileLayout
 from sglang_quads.loading import end_layer, finish_loading
 
 __all__ = ["QuadsMoEMethod"]
+
+log_info_once = functools.cache(logging.getLogger(__name__).info)
 
 
 class QuadsMoEMethod(FusedMoEMethodBase):
@@ -54,6 +60,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             tp_size=layer.moe_tp_size,
         )
         rule = self.options.global_scale_rule
+        tiled = self._choose_backend(num_experts, hidden_size, intermediate_size_per_partition)
         w13 = add_quantized_weight(
             layer,
             "w13_weight",
@@ -62,6 +69,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             shards.w13_parts,
             shards.w13_regions,
             rule,
+            TileLayout(gate_up=True) if tiled else None,
         )
         w2 = add_quantized_weight(
             layer,
@@ -71,12 +79,25 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             ("w2",),
             shards.w2_regions,
             rule,
+            TileLayout(gate_up=False) if tiled else None,
         )
         loader = ExpertLoader(shards, w13, w2)
         layer.w13_weight.weight_loader = layer.w2_weight.weight_loader = weight_loader(loader)
         layer.quads_units = (w13, w2)
         layer.quads_loader = loader
         layer.quads_names = (f"{self.prefix}.",)
+
+    def _choose_backend(self, experts: int, hidden: int, inner: int) -> bool:
+        """Settle this layer's backend, once, by its shape; whether its weights are tiled."""
+        chosen, reason = moe_backend(
+            self.backend, experts, hidden, inner, self.activation, self.options.act
+        )
+        if reason is not None:
+            log_info_once(
+                f"quads_nvfp4: MoE layers run on backend {chosen}, not {self.backend}: {reason}"
+            )
+        self.backend = chosen
+        return chosen == "hopper"
 
     def create_moe_runner(self, layer: nn.Module, moe_runner_config: Any) -> None:
         """Nothing to create: ``apply`` does everything itself, from standard top-k output.

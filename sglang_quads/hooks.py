@@ -21,6 +21,7 @@ from typing import Any
 from sglang.srt.model_loader.utils import get_model_architecture
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from quads_common.backend import general_backend
 from quads_common.options import QUANT_METHOD
 from sglang_quads import compat, sync
 from sglang_quads.config import (
@@ -194,7 +195,8 @@ def report_loading(_: Any, runner: Any) -> None:
     config = config_of(runner.model)
     if config is not None:
         dtype = str(runner.model_config.dtype).removeprefix("torch.")
-        check_model(runner.server_args, dtype, config.backend, config.options.act)
+        backend = general_backend(config.backend)
+        check_model(runner.server_args, dtype, backend, config.options.act)
         after_loading(runner.model)
 
 

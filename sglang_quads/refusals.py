@@ -83,8 +83,8 @@ def check_model(args: Any, dtype: str, backend: str, act: str) -> None:
         "CUDA graphs (backend emulated): add --disable-cuda-graph": (
             backend == "emulated" and on_gpu and not getattr(args, "disable_cuda_graph", False)
         ),
-        "--dtype float32 with act bf16 (backend triton): use bfloat16 or backend emulated": (
-            backend == "triton" and act == "bf16" and dtype == "float32"
+        f"--dtype float32 with act bf16 (backend {backend}): use bfloat16 or backend emulated": (
+            backend != "emulated" and act == "bf16" and dtype == "float32"
         ),
     }
     for what, present in refused.items():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from quads_common.format import BLOCK_SIZE, GlobalScaleRule, check_block_aligned
+from quads_common.weight_tiles import TileLayout
 from quads_common.weight_units import Region, WeightUnits
 
 __all__ = [
@@ -37,11 +38,13 @@ def add_quantized_weight(
     parts: Sequence[str],
     regions: Callable[[int], list[Region]],
     rule: GlobalScaleRule,
+    layout: TileLayout | None = None,
 ) -> WeightUnits:
     """Register the packed tensors of a [U, N, K] (or [N, K]) weight and return their units.
 
     Parameters: ``name`` uint8 [..., K/2], ``name_scale`` float8_e4m3fn [..., K/16] and
-    ``name_global_scale`` float32 [U]. units: name for messages.
+    ``name_global_scale`` float32 [U]. units: name for messages. layout: their memory
+    order; None: canonical.
     """
     *lead, k = shape
     check_block_aligned(k, units)
@@ -64,6 +67,7 @@ def add_quantized_weight(
         global_scale.data,
         regions,
         rule,
+        layout,
     )
 
 
