@@ -181,7 +181,6 @@ DEVICE void finish_up(const MoeArguments& A, const float (&acc)[2][TILES][4], co
 #pragma unroll
         for (int i = 0; i < 4; i++)
           line[(i >> 1) * INNER + strip * 16 + (i & 1) * 8 + g] = as_bits(y[i]) >> 16;
-        *(u32*)(A.product + (u64)slots.ids[slot] * PRODUCT_BYTES + offset) = pair;
 #endif
       }
     }
@@ -267,6 +266,19 @@ DEVICE void fetch_rows(const MoeArguments& A, const Block& block, Slots& slots, 
     slots.down_factor[tid] = A.w2_global[block.expert];  // times the row's scale, if quantized
     slots.router[tid] = A.router ? A.router[slot] : 1.0f;
   }
+}
+
+// The products of a block to `product`, each row by the warp that quantizes it afterwards.
+DEVICE void copy_products(const MoeArguments& A, const Block& block, const Slots& slots,
+                          u32 products, int warp, int lane) {
+#pragma unroll 1
+  for (int row = warp; row < block.rows; row += WARPS) {
+    u32* target = (u32*)(A.product + (u64)slots.ids[row] * PRODUCT_BYTES);
+#pragma unroll 1
+    for (int word = lane; word < PRODUCT_BYTES / 4; word += 32)
+      target[word] = load_shared(products + row * PRODUCT_ROW + word * 4);
+  }
+  __syncwarp();
 }
 
 // Quantize the products of a block, a warp a row. A barrier must follow.
@@ -376,12 +388,12 @@ DEVICE void both_halves(const MoeArguments& A) {
             strip_offset<false>(block.expert, next, lane), lane_x);
         finish_up<TILES>(A, acc, slots, block.rows, strip, lane, [&](int slot, int at, u32 pair) {
           store_shared(products + slot * PRODUCT_ROW + at, pair);
-          if (A.product) *(u32*)(A.product + (u64)slots.ids[slot] * PRODUCT_BYTES + at) = pair;
         });
       }
     });
     load_stage<true>(A, strip_offset<true>(block.expert, min(warp, DOWN_STRIPS - 1), lane), current);
     __syncthreads();
+    if (A.product) copy_products(A, block, slots, products, warp, lane);
     if (FORMAT == FP16) {
       quantize_block(A, block, slots, products, warp, lane);
       __syncthreads();
