@@ -94,7 +94,7 @@ def test_operators_refuse_unknown_backends():
     x = torch.zeros(2, 16)
     packed = torch.zeros((4, 8), dtype=torch.uint8)
     scale = torch.zeros((4, 1), dtype=torch.uint8).view(torch.float8_e4m3fn)
-    for name in ("auto", "blackwell"):
+    for name in ("auto", "marlin"):
         with pytest.raises(ValueError, match=f"backend '{name}' has no layers"):
             quads_linear(x, packed, scale, torch.ones(1), None, "nvfp4", name)
 
