@@ -18,7 +18,10 @@ def forgetful_model(path: str, noise: float) -> PreTrainedModel:
 
     noise: standard deviation of what is added to each weight, relative to the tensor's own.
     """
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    # A loop over the experts runs on every device, also with FP32 weights under autocast.
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, experts_implementation="eager"
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():

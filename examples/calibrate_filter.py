@@ -47,7 +47,9 @@ llm = LLM(
 )
 sampling = SamplingParams(n=args.samples, temperature=1.0, max_tokens=args.tokens, logprobs=0)
 prompts = [prompt for prompt, _ in draw_problems(args.prompts, seed=0)]
-model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
+model = AutoModelForCausalLM.from_pretrained(
+    args.model, dtype=torch.float32, experts_implementation="eager"
+).to(device)
 if args.quantization:
     prepare_qat(model)
 

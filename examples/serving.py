@@ -1,7 +1,8 @@
-"""Run a ``vllm serve`` for as long as a ``with`` block lasts, and leave no process behind.
+"""Run a server for as long as a ``with`` block lasts, and leave no process behind.
 
-The server gets a process group of its own. Whatever ends the block (its end, an exception, Ctrl-C,
-SIGTERM, SIGHUP), the whole group is stopped, vLLM's engine processes included.
+``vllm serve``, or with ``run`` another one with an OpenAI API. It gets a process group of its own.
+Whatever ends the block (its end, an exception, Ctrl-C, SIGTERM, SIGHUP), the whole group is
+stopped, engine processes included.
 """
 
 import contextlib
@@ -40,6 +41,8 @@ class ServerError(Exception):
 class Server:
     """A running ``vllm serve``, its log and its HTTP interface."""
 
+    name = "vllm serve"
+
     def __init__(self, process: subprocess.Popen, port: int, log: Path):
         self.process, self.log = process, log
         self.url = f"http://127.0.0.1:{port}"
@@ -59,9 +62,9 @@ class Server:
         """Return when the server answers; raise when it ended or takes too long."""
         while True:
             if self.process.poll() is not None:
-                raise ServerError(f"vllm serve ended with status {self.process.returncode}")
+                raise ServerError(f"{self.name} ended with status {self.process.returncode}")
             if time.monotonic() - self.start > START_TIMEOUT_S:
-                raise ServerError(f"vllm serve was not ready after {START_TIMEOUT_S} s")
+                raise ServerError(f"{self.name} was not ready after {START_TIMEOUT_S} s")
             with contextlib.suppress(OSError):  # not listening yet
                 self.request("/health")
                 return
@@ -95,24 +98,38 @@ class Server:
             done.set()
             thread.join()
 
+    def last_message(self) -> str:
+        """Return the last message of the log without its process, level, time and source."""
+        for line in reversed(tail(self.log).splitlines()):
+            if found := re.search(r"(?:INFO|WARNING|ERROR) \S+ \S+ \[.*?\] (\S.*)", line):
+                return found[1]
+        return f"{self.name} is starting"
+
     def _show_progress(self, done: threading.Event) -> None:
         terminal = sys.stdout.isatty()
         erase = "\r\033[K" if terminal else ""
         while not done.wait(1 if terminal else 5):
-            line = f"{time.monotonic() - self.start:4.0f} s  {last_message(self.log)}"
+            line = f"{time.monotonic() - self.start:4.0f} s  {self.last_message()}"
             line = line[: shutil.get_terminal_size().columns - 1]
             print(f"{erase}{line}", end="" if terminal else "\n", flush=True)
         print(erase, end="", flush=True)
 
 
+def serve(model: Path, options: list[str]) -> contextlib.AbstractContextManager[Server]:
+    """Run ``vllm serve MODEL OPTIONS`` on a free loopback port for the block."""
+    return run([vllm_command(), "serve", str(model)], options, SERVER_ENV, Server)
+
+
 @contextlib.contextmanager
-def serve(model: Path, options: list[str]) -> Iterator[Server]:
-    """Run ``vllm serve MODEL OPTIONS`` on a free loopback port for the block.
+def run(
+    command: list[str], options: list[str], environment: dict[str, str], kind: type[Server]
+) -> Iterator[Server]:
+    """Run a server command on a free loopback port for the block.
 
     The log is kept, and its end shown, only where the server failed.
     """
     port = free_port()
-    command = [vllm_command(), "serve", str(model), "--served-model-name", MODEL_NAME]
+    command = [*command, "--served-model-name", MODEL_NAME]
     command += ["--host", "127.0.0.1", "--port", str(port), *options]
     print("$", *command, flush=True)
     descriptor, name = tempfile.mkstemp(prefix="quads-serve-", suffix=".log")
@@ -124,10 +141,10 @@ def serve(model: Path, options: list[str]) -> Iterator[Server]:
                 stdin=subprocess.DEVNULL,
                 stdout=descriptor,
                 stderr=subprocess.STDOUT,
-                env=SERVER_ENV | os.environ,
+                env=environment | os.environ,
                 start_new_session=True,
             )
-        yield Server(process, port, log)
+        yield kind(process, port, log)
     except ServerError:
         keep_log = True
         print(f"\n{tail(log)}\nThe whole log: {log}", file=sys.stderr)
@@ -190,14 +207,6 @@ def deferred_signals() -> Iterator[None]:
             signal.signal(number, handler)
     if received:
         signal.raise_signal(received[0])
-
-
-def last_message(log: Path) -> str:
-    """Return the last log message without its process, level, time and source."""
-    for line in reversed(tail(log).splitlines()):
-        if found := re.search(r"(?:INFO|WARNING|ERROR) \S+ \S+ \[.*?\] (\S.*)", line):
-            return found[1]
-    return "vllm serve is starting"
 
 
 def tail(log: Path) -> str:

@@ -53,6 +53,7 @@ def test_wheel_metadata(wheel):
     entry_points = configparser.ConfigParser()
     entry_points.read_string(wheel.read(files["entry_points.txt"]).decode())
     assert dict(entry_points["vllm.general_plugins"]) == {"quads_nvfp4": "vllm_quads:register"}
+    assert dict(entry_points["sglang.srt.plugins"]) == {"quads_nvfp4": "sglang_quads:register"}
     assert dict(entry_points["verl.plugins"]) == {"quads_nvfp4": "quads_trainers.verl"}
     metadata = wheel.read(files["METADATA"]).decode()
     assert "\nLicense-Expression: Apache-2.0\n" in metadata

@@ -6,8 +6,11 @@ Errors here would be swallowed (verl logs them at DEBUG level); then ``rollout_r
 ``qat.mode=quads_nvfp4`` are unknown and verl refuses them. Tried with verl 0.9.1.
 """
 
-from importlib.metadata import entry_points
+import functools
+import importlib
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from quads_trainers.late_patches import patch_when_imported
 from quads_trainers.verl_filter import patch_rollout_correction
@@ -29,13 +32,26 @@ def install() -> None:
     patch_when_imported("verl.workers.engine.megatron.transformer_impl", patch_megatron_engine)
     patch_when_imported("verl.workers.rollout.vllm_rollout.vllm_async_server", patch_vllm_server)
     # verl builds SGLang's ServerArgs before SGLang has loaded its plug-ins.
-    patch_when_imported("sglang.srt.layers.quantization", register_in_sglang)
+    patch_when_imported("sglang.srt.server_args", load_sglang_plugins_first)
 
 
-def register_in_sglang(_: ModuleType) -> None:
-    """Run the SGLang plug-in of this distribution, if it has one."""
-    for entry_point in entry_points(group="sglang.srt.plugins", name="quads_nvfp4"):
-        entry_point.load()()
+def load_sglang_plugins_first(server_args: ModuleType) -> None:
+    """Make ``ServerArgs`` load SGLang's plug-ins before it is built or its options are parsed.
+
+    Not when the module is imported: SGLang's modules import each other in circles.
+    """
+
+    def first(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            importlib.import_module("sglang.srt.plugins").load_plugins()
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    arguments = server_args.ServerArgs
+    arguments.__init__ = first(arguments.__init__)
+    arguments.add_cli_args = staticmethod(first(arguments.add_cli_args))
 
 
 install()

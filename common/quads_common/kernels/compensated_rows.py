@@ -74,8 +74,7 @@ def compensate_rows(
 
     x, activation, row_factor, routes, next_may_start: as in ``rows.quantize_rows``.
     exact: the parts of two or three products instead of one folded operand. packed: codes and
-        scales too. operand: False: these alone, and a list of hot values whatever their columns
-        are.
+        scales too. operand: False: these alone, and a list of hot values whatever their columns.
     hot_bits: ``list_bits`` of these lists, if they are there. following: channel lists and width of
         a later input; the same launch makes its bits.
 

@@ -204,12 +204,13 @@ def _launches(plan: DecodePlan, hidden: int, inner: int) -> list[tuple[str, int,
     """Kernels in order, with the rows that each holds in shared memory and the bytes of one."""
     if plan.form == "fused":
         return [("moe_both", plan.rows, _x_row(hidden) + _product_row(inner))]
-    suffix, capacity = "", _half_capacity(hidden, inner)
+    suffix, (up_rows, down_rows) = "", _half_capacity(hidden, inner)
     if plan.form == "few":
-        suffix, capacity = "_few", tuple(min(2 * FEW_ROWS, rows) for rows in capacity)
+        suffix = "_few"
+        up_rows, down_rows = min(2 * FEW_ROWS, up_rows), min(2 * FEW_ROWS, down_rows)
     return [
-        (f"moe_up{suffix}", capacity[0], _x_row(hidden)),
-        (f"moe_down{suffix}", capacity[1], _product_row(inner)),
+        (f"moe_up{suffix}", up_rows, _x_row(hidden)),
+        (f"moe_down{suffix}", down_rows, _product_row(inner)),
     ]
 
 

@@ -1,0 +1,61 @@
+"""Questions to a running engine: fingerprints, the report, the end of a sync.
+
+They travel through ``check_weights`` (HTTP: ``POST /weights_checker {"action": ...}``), the one
+call of SGLang that returns something from every tensor-parallel rank.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quads_common.fingerprint import combine_ranks
+
+__all__ = ["ask", "decode", "end_sync", "fingerprints", "report"]
+
+
+def fingerprints(engine: Any) -> dict[str, str]:
+    """Digest of every quantized tensor of a ``sglang.Engine``, by checkpoint name.
+
+    Compare with ``quads_common.qat.fingerprints`` of the trainer's model by
+    ``quads_common.fingerprint.differing``. Over HTTP: ``combine_ranks(decode(action, answer))``.
+    """
+    return combine_ranks(ask(engine, "quads_fingerprints"))
+
+
+def report(engine: Any) -> list[dict[str, Any]]:
+    """What was quantized, by rank."""
+    return ask(engine, "quads_report")
+
+
+def end_sync(engine: Any) -> list[list[str]]:
+    """End the update that is going on; by rank, one sentence for each unit that was incomplete."""
+    return ask(engine, "quads_end_sync")
+
+
+def ask(engine: Any, action: str) -> list[Any]:
+    """One of ``sync.ACTIONS`` to an engine in this process; answers by rank.
+
+    Raises:
+        RuntimeError: the engine reports an error.
+    """
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+    request = CheckWeightsReqInput(action=action)
+    call = engine.tokenizer_manager.check_weights(request, None)
+    success, message, ranks, *_ = engine.loop.run_until_complete(call)
+    return decode(action, {"success": success, "message": message, "ranks": ranks})
+
+
+def decode(action: str, answer: Mapping[str, Any]) -> list[Any]:
+    """Answers by rank from the body that ``/weights_checker`` returns.
+
+    Raises:
+        RuntimeError: it reports an error.
+    """
+    if not answer["success"]:
+        raise RuntimeError(f"{action}: {answer['message']}")
+    found: list[Any] = []
+    payloads: Sequence[Any] = answer["ranks"]
+    for payload in payloads:
+        found += json.loads(payload["checksums"][action])
+    return found

@@ -1,0 +1,240 @@
+"""Every hook into SGLang's own functions, applied by its hook registry.
+
+1. The resolution of ``ServerArgs``: options of ``SGLANG_QUADS_CONFIG`` with "enable" for trainers
+   that pass no engine options through, and refusals before a process is started.
+2. ``ModelConfig._verify_quantization``: the same switch where ``ServerArgs`` was built before
+   plugins were loaded; errors of options.
+3. ``_get_quantization_config``, ``_initialize_model``, ``ModelRunner.load_model``: SGLang hands a
+   quantization config nothing of the model, and models drop names that they do not know.
+4. The update functions, and ``end_weight_update`` where there is one: their errors.
+5. ``WeightChecker.handle``: fingerprints, the report and the end of a sync (``client``).
+6. Cache flush, release and resume of memory, ``ModelRunner.forward``: boundaries, lost weights.
+"""
+
+import fnmatch
+import functools
+import hashlib
+import json
+import logging
+from typing import Any
+
+from sglang.srt.model_loader.utils import get_model_architecture
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from quads_common.backend import general_backend
+from quads_common.options import QUANT_METHOD
+from sglang_quads import compat, sync
+from sglang_quads.config import (
+    ENVIRONMENT_VARIABLE,
+    QuadsNvfp4Config,
+    environment_options,
+    options_of,
+)
+from sglang_quads.loading import watch_load_weights
+from sglang_quads.refusals import check_model, check_server_args
+from sglang_quads.report import after_loading, config_of
+
+__all__ = ["register", "targets"]
+
+logger = logging.getLogger(__name__)
+
+_LOADER = "sglang.srt.model_loader.loader"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+
+
+def register() -> None:
+    """Register all of them; SGLang applies them after all plugins ran."""
+    for target, (kind, hook) in _hooks().items():
+        for each, function in zip(kind, hook, strict=True):
+            HookRegistry.register(target, function, each)
+
+
+def targets() -> list[str]:
+    """Dotted names of everything that is hooked in this version."""
+    return list(_hooks())
+
+
+def _hooks() -> dict[str, tuple[tuple[HookType, ...], tuple[Any, ...]]]:
+    before, after, around = HookType.BEFORE, HookType.AFTER, HookType.AROUND
+    release, resume = compat.memory_targets()
+    found: dict[str, tuple[tuple[HookType, ...], tuple[Any, ...]]] = {
+        compat.resolve_target(): ((before, after), (enable_in_server_args, refuse_features)),
+        "sglang.srt.configs.model_config.ModelConfig._verify_quantization": (
+            (before, after),
+            (enable_in_model_config, check_options),
+        ),
+        f"{_LOADER}._get_quantization_config": ((after,), (prepare,)),
+        f"{_LOADER}._initialize_model": ((after,), (watch,)),
+        f"{_RUNNER}.load_model": ((before, after), (check_before_loading, report_loading)),
+        f"{_RUNNER}.forward": ((before,), (refuse_lost_weights,)),
+        "sglang.srt.utils.weight_checker.WeightChecker.handle": ((around,), (answer_questions,)),
+        compat.flush_target(): ((before,), (end_at_flush,)),
+        release: ((after,), (forget_released,)),
+        resume: ((after,), (end_at_resume,)),
+    }
+    for target, kind in compat.update_targets().items():
+        found[target] = ((around,), (functools.partial(sync.run_update, kind),))
+    end_update = compat.end_update_target()
+    if end_update is not None:
+        found[end_update] = ((around,), (sync.run_end_update,))
+    return found
+
+
+def enable_in_server_args(args: Any, *_: Any, **__: Any) -> None:
+    """Switch the method on if the environment says so; refuse what was asked for by name.
+
+    Raises:
+        ValueError: a feature that does not work, or an overriding quantization_config that is no
+            object (SGLang dies of it).
+    """
+    if args.quantization is None and enabled_for(args.model_path):
+        args.quantization = QUANT_METHOD
+    if args.quantization == QUANT_METHOD:
+        check_override(args.json_model_override_args)
+        check_server_args(args)
+        # Fusion would put shared experts, which placement keeps, among the quantized ones.
+        args.disable_shared_experts_fusion = True
+
+
+def check_override(text: Any) -> None:
+    """Raise ``ValueError`` if ``--json-model-override-args`` holds a wrong quantization_config."""
+    try:
+        override = json.loads(text or "{}")
+    except (TypeError, ValueError):
+        return  # SGLang's own error says so
+    section = override.get("quantization_config") if isinstance(override, dict) else None
+    if section is not None and not isinstance(section, dict):
+        raise ValueError(f"quantization_config must be an object, got {section!r}")
+
+
+def refuse_features(_: Any, args: Any, *__: Any, **___: Any) -> None:
+    """The same for what SGLang chose for this model and machine."""
+    if args.quantization == QUANT_METHOD:
+        check_server_args(args)
+
+
+def enabled_for(model_path: Any) -> bool:
+    """Whether ``SGLANG_QUADS_CONFIG`` switches the method on for a model.
+
+    Raises:
+        ValueError: "enable" or "model" of the wrong type.
+    """
+    options = environment_options()
+    enable, pattern = options.get("enable", False), options.get("model", "*")
+    if not isinstance(enable, bool) or not isinstance(pattern, str):
+        raise ValueError(
+            f'{ENVIRONMENT_VARIABLE}: "enable" must be true or false and "model" a path pattern, '
+            f"got {enable!r} and {pattern!r}"
+        )
+    if not (enable and fnmatch.fnmatch(str(model_path), pattern)):
+        return False
+    logger.info("%s switches on quads_nvfp4 for %s", ENVIRONMENT_VARIABLE, model_path)
+    return True
+
+
+def enable_in_model_config(config: Any) -> None:
+    """The same for a ``ServerArgs`` that was built without this plugin; note what was asked for."""
+    section = model_section(config)
+    if config.quantization is None and section is None and enabled_for(config.model_path):
+        config.quantization = QUANT_METHOD
+    if config.quantization == QUANT_METHOD:
+        config.quads_requested = True
+
+
+def check_options(_: Any, config: Any) -> None:
+    """Errors of options at the first look at the model, before a process is started.
+
+    Raises:
+        ValueError: an option error; or another method took the request for this one over.
+    """
+    if config.quantization == QUANT_METHOD:
+        options_of(model_section(config) or {})
+    elif getattr(config, "quads_requested", False):
+        raise ValueError(
+            f"{QUANT_METHOD} was asked for, but the checkpoint's quantization_config made it "
+            f"{config.quantization}: give it a BF16 checkpoint"
+        )
+
+
+def model_section(config: Any) -> Any:
+    """The quantization_config of the model or of what overrides it; None without one."""
+    return getattr(config.hf_config, "quantization_config", None)
+
+
+def prepare(result: Any, model_config: Any, load_config: Any, *_: Any, **__: Any) -> None:
+    """Complete our configuration, once SGLang has made it.
+
+    Raises:
+        RuntimeError: SGLang did not apply one of the hooks.
+    """
+    if not isinstance(result, QuadsNvfp4Config):
+        return
+    if missing := compat.missing(targets()):
+        raise RuntimeError(
+            f"quads_nvfp4: SGLang did not apply the hooks on {missing}; its log says why"
+        )
+    model_class, _name = get_model_architecture(model_config)
+    result.prepare(model_config, load_config, model_class)
+
+
+def watch(model: Any, model_config: Any, load_config: Any, quant_config: Any = None) -> None:
+    """Tie our configuration to the new model and watch what it loads."""
+    if isinstance(quant_config, QuadsNvfp4Config):
+        model.quads_config = quant_config
+        watch_load_weights(model)
+
+
+def check_before_loading(runner: Any) -> None:
+    """Refuse features also where ``ServerArgs`` was built without this plugin."""
+    if runner.model_config.quantization == QUANT_METHOD:
+        check_server_args(runner.server_args)
+
+
+def report_loading(_: Any, runner: Any) -> None:
+    """Check and log what was quantized."""
+    config = config_of(runner.model)
+    if config is not None:
+        dtype = str(runner.model_config.dtype).removeprefix("torch.")
+        backend = general_backend(config.backend)
+        check_model(runner.server_args, dtype, backend, config.options.act)
+        after_loading(runner.model)
+
+
+def refuse_lost_weights(runner: Any, *_: Any, **__: Any) -> None:
+    """Never run on what lies where weights were."""
+    sync.refuse_lost(runner.model)
+
+
+def answer_questions(
+    original: Any, checker: Any, action: str, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """Our actions of ``check_weights``; the others are SGLang's."""
+    if action not in sync.ACTIONS:
+        return original(checker, action, *args, **kwargs)
+    checksums = sync.answer(compat.checked_model(checker), action)
+    text = json.dumps(checksums, sort_keys=True).encode()
+    return {
+        "checksums": checksums,
+        "per_gpu_checksum": hashlib.sha256(text).hexdigest(),
+        "parallelism_info": compat.parallelism_info(checker, kwargs),
+    }
+
+
+def end_at_flush(owner: Any, *_: Any, **__: Any) -> None:
+    """An explicit flush ends an update. The flush after an update's bucket does not pass here."""
+    scheduler = owner if hasattr(owner, "tp_worker") else owner._flush_cache.__self__
+    sync.boundary(scheduler.tp_worker.model_runner.model, "flush_cache")
+
+
+def forget_released(_: Any, manager: Any, request: Any) -> None:
+    """Weights are gone after a release with the memory saver, unless it keeps a copy."""
+    runner = manager.tp_worker.model_runner
+    args = runner.server_args
+    discards = bool(args.enable_memory_saver) and not args.enable_weights_cpu_backup
+    discards = discards and compat.device_type() != "cpu"  # where the memory saver does nothing
+    sync.forget_weights(runner.model, request.tags, discards)
+
+
+def end_at_resume(_: Any, manager: Any, request: Any) -> None:
+    """A resume ends an update that was going on."""
+    sync.boundary(manager.tp_worker.model_runner.model, "resume_memory_occupation")

@@ -1,0 +1,151 @@
+"""Weight updates as the scheduler runs them: errors, boundaries, lost weights, questions.
+
+What quantizes is the parameters' own loaders (see ``loading``); here is what surrounds them.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.distributed import get_tp_group
+from torch import nn
+
+from quads_common.layer_weights import (
+    all_units,
+    mark_lost,
+    partial_fingerprints,
+    raise_if_lost,
+)
+from sglang_quads import compat
+from sglang_quads.loading import drain_errors, end_sync
+from sglang_quads.refusals import check_load_format
+from sglang_quads.report import config_of, model_report
+
+__all__ = ["ACTIONS", "answer", "boundary", "forget_weights", "refuse_lost", "run_update"]
+
+logger = logging.getLogger(__name__)
+
+ACTIONS = ("quads_fingerprints", "quads_report", "quads_end_sync")
+_LOST = "quads_weights_lost"  # attribute of the model
+
+
+def run_update(
+    kind: str, original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """An update function of SGLang's, with every error in its result, the same on all ranks.
+
+    Left alone, an exception ends the scheduler, and the client hears of rank 0's errors only,
+    though an expert may be another rank's. kind: "disk", "tensor", "distributed" or "ipc".
+    """
+    model = compat.updated_model(owner)
+    if config_of(model) is None:
+        return original(owner, *args, **kwargs)
+    model_config = compat.updated_model_config(owner)
+    path = model_config.model_path
+    drain_errors()
+    try:
+        check_path(kind, args, kwargs)
+        success, message = original(owner, *args, **kwargs)
+    except Exception as error:  # told to the client, on every rank
+        success, message = False, f"{type(error).__name__}: {error}"
+    errors = drain_errors()
+    try:
+        for units in all_units(model):
+            units.check()  # on a GPU NaN and Inf are looked for here
+    except ValueError as error:
+        errors.append(str(error))
+    if errors:
+        success, message = False, "; ".join(errors)
+    success, message = agree(success, message)
+    if kind == "disk" and not success:
+        model_config.model_path = path
+    return success, message
+
+
+def check_path(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse updates that bypass the parameters' loaders.
+
+    Raises:
+        ValueError: load format "direct" of tensors, or one that ``check_load_format`` refuses.
+    """
+    load_format = kwargs.get("load_format", args[1] if len(args) > 1 else None)
+    if kind == "disk":
+        check_load_format(load_format)
+    if kind == "tensor" and load_format == "direct":
+        raise ValueError(
+            'quads_nvfp4 does not support load_format "direct", which copies into parameters '
+            "without their loaders: leave it out"
+        )
+
+
+def agree(success: bool, message: str) -> tuple[bool, str]:
+    """Success if all tensor-parallel ranks report it, else the messages of those that do not."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return success, message
+    answers: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(answers, (success, message), group=group.cpu_group)
+    failures = dict.fromkeys(text for good, text in answers if not good)
+    return (False, "; ".join(failures)) if failures else (True, message)
+
+
+def run_end_update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """0.5.23's end of an update session, with errors of its processing in the answer."""
+    model = manager.tp_worker.model_runner.model
+    if config_of(model) is None:
+        return original(manager, request)
+    drain_errors()
+    result = original(manager, request)
+    success, message = agree(not (errors := drain_errors()), "; ".join(errors))
+    if not success:
+        result.success, result.message = False, message
+    return result
+
+
+def boundary(model: nn.Module, what: str) -> None:
+    """An explicit cache flush or a resume: drop and report what an update left incomplete."""
+    if config_of(model) is None:
+        return
+    try:
+        end_sync(all_units(model))
+    except ValueError as error:
+        logger.error("quads_nvfp4: found at %s: %s", what, error)
+
+
+def forget_weights(model: nn.Module, tags: list[str] | None, discards: bool) -> None:
+    """After a release of memory; discards: whether what was in it is gone."""
+    if config_of(model) is None or not discards or (tags and "weights" not in tags):
+        return
+    mark_lost(model)
+    setattr(model, _LOST, True)
+
+
+def refuse_lost(model: nn.Module) -> None:
+    """Before a forward pass.
+
+    Raises:
+        WeightsLostError: units hold no weights since memory was released.
+    """
+    if getattr(model, _LOST, False):
+        raise_if_lost(model, "release_memory_occupation")
+        setattr(model, _LOST, False)
+
+
+def answer(model: nn.Module, action: str) -> dict[str, str]:
+    """What ``check_weights`` returns as "checksums" for one of ``ACTIONS``.
+
+    The client's side is ``sglang_quads.client``. SGLang's schema wants a map of strings.
+    """
+    values: dict[str, Callable[[], Any]] = {
+        "quads_fingerprints": lambda: partial_fingerprints(model),
+        "quads_report": lambda: model_report(model),
+        "quads_end_sync": lambda: end_sync(all_units(model)),
+    }
+    value, group = values[action](), get_tp_group()
+    ranks: list[Any] = [value]
+    if not compat.answers_for_all_ranks() and group.world_size > 1:
+        ranks = [None] * group.world_size
+        torch.distributed.all_gather_object(ranks, value, group=group.cpu_group)
+    return {action: json.dumps(ranks)}

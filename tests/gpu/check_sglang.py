@@ -1,0 +1,251 @@
+"""SGLang on a GPU: CUDA graphs, weight updates after capture, release and resume, memory.
+
+    python tests/gpu/check_sglang.py OUT_FOLDER [--only graphs "eager first" "eager second"]
+
+Needs SGLang 0.5.15.post1, this package installed (SGLang finds plugins by their metadata), and one
+GPU; nvcc and ninja for SGLang's own kernels. Every engine runs in a process of its own, on
+arith-moe. Prints one line per check and ends with FAILED or ok.
+
+1. "graphs": decode graphs captured before the updates. After updates to W2 and back by tensors,
+   flattened buckets and from disk, with the freed memory overwritten, tokens and log-probs equal
+   those of a fresh engine without graphs, bit for bit; fingerprints equal the torch quantizer's;
+   addresses stay. A bad update is refused by name. Memory over 10 updates.
+2. "default": SGLang's own choice of graphs (prefill too): the same tokens.
+3. "release": memory saver; release all, resume weights, update, resume the rest.
+4. "lost": running after a release without an update must end with WeightsLostError.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang_engine import (
+    HERE,
+    MODEL,
+    check,
+    engine,
+    expected_prints,
+    flush,
+    inside,
+    outputs,
+    second_checkpoint,
+    second_weights,
+    update,
+)
+
+# Prefill without graphs: padding would change the tiles, and so the order of summation.
+DECODE_GRAPHS = {"disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": 8}
+QUADS = {
+    "quantization": "quads_nvfp4",
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 65536,
+    "log_level": "info",
+}
+PATHS = ("tensor", "flattened", "disk")
+
+
+def first_weights() -> dict[str, torch.Tensor]:
+    """The committed checkpoint's."""
+    from safetensors.torch import load_file
+
+    return load_file(MODEL / "model.safetensors")
+
+
+def part_graphs() -> dict[str, Any]:
+    """Updates under captured decode graphs."""
+    from sglang_quads import client
+
+    first, second = first_weights(), second_weights()
+    folders = {"W1": MODEL, "W2": second_checkpoint()}
+    llm = engine(MODEL, **QUADS, **DECODE_GRAPHS)
+    results: dict[str, Any] = {"report": client.report(llm)[0], "backends": inside(llm, "backends")}
+    start = inside(llm, "addresses")
+    results["W1 at start"] = outputs(llm)
+    for path in PATHS:
+        for name, weights in (("W2", second), ("W1", first)):
+            update(llm, weights, path, folders[name])
+            inside(llm, "overwrite_free_memory")
+            results[f"{name} {path}"] = outputs(llm)
+            same = client.fingerprints(llm) == expected_prints(weights)
+            results[f"prints {name} {path}"] = same
+    results["addresses"] = inside(llm, "addresses") == start
+    results["bad"] = bad_update(llm, second)
+    results["W1 after a bad update"] = outputs(llm)
+    allocated = []
+    for i in range(10):
+        update(llm, first if i % 2 else second, "tensor", MODEL)
+        allocated.append(inside(llm, "allocated"))
+    results["allocated"] = allocated
+    llm.shutdown()
+    return results
+
+
+def bad_update(llm: Any, weights: dict[str, torch.Tensor]) -> str:
+    """What an update with a NaN says."""
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    bad = weights[name].clone().cuda()
+    bad[1, 2] = float("nan")
+    flush(llm)
+    try:
+        check(llm.update_weights_from_tensor([(name, bad)], flush_cache=False))
+    except RuntimeError as error:
+        return str(error)
+    return "it was accepted"
+
+
+def part_eager(which: str) -> dict[str, Any]:
+    """A fresh engine without graphs on the first or the second weights."""
+    model = MODEL if which == "first" else second_checkpoint()
+    llm = engine(model, **QUADS, disable_cuda_graph=True)
+    found = {"outputs": outputs(llm)}
+    llm.shutdown()
+    return found
+
+
+def part_default() -> dict[str, Any]:
+    """SGLang's own graphs, prefill included."""
+    llm = engine(MODEL, **QUADS)
+    results = {"W1": outputs(llm)}
+    update(llm, second_weights(), "flattened", MODEL)
+    results["W2"] = outputs(llm)
+    llm.shutdown()
+    return results
+
+
+def part_release() -> dict[str, Any]:
+    """Release everything, then weights, an update, and the rest."""
+    from sglang_quads import client
+
+    llm = engine(MODEL, **QUADS, **DECODE_GRAPHS, enable_memory_saver=True)
+    second = second_weights()
+    results: dict[str, Any] = {"before": outputs(llm)}
+    flush(llm)
+    llm.release_memory_occupation()
+    llm.resume_memory_occupation(tags=["weights"])
+    for start in range(0, len(second), 64):
+        bucket = [(n, t.cuda()) for n, t in list(second.items())[start : start + 64]]
+        check(llm.update_weights_from_tensor(bucket, flush_cache=False))
+    llm.resume_memory_occupation(tags=["kv_cache", "cuda_graph"])
+    flush(llm)
+    results["W2"] = outputs(llm)
+    results["prints"] = client.fingerprints(llm) == expected_prints(second)
+    llm.shutdown()
+    return results
+
+
+def part_lost() -> dict[str, Any]:
+    """Runs on released weights; SGLang ends with the scheduler, so this process does too."""
+    llm = engine(MODEL, **QUADS, disable_cuda_graph=True, enable_memory_saver=True)
+    outputs(llm)
+    flush(llm)
+    llm.release_memory_occupation()
+    llm.resume_memory_occupation()
+    outputs(llm)
+    return {"ran": True}
+
+
+PARTS = {
+    "graphs": part_graphs,
+    "eager first": lambda: part_eager("first"),
+    "eager second": lambda: part_eager("second"),
+    "default": part_default,
+    "release": part_release,
+    "lost": part_lost,
+}
+
+
+def run_parts(out: Path, wanted: list[str]) -> dict[str, Any]:
+    """Each wanted part in its own process, one after another: SGLang measures free memory."""
+    results: dict[str, Any] = {}
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    second_checkpoint()  # once, before processes would race for it
+    for name in wanted:
+        stem = out / name.replace(" ", "_")
+        log, result = stem.with_suffix(".log"), stem.with_suffix(".json")
+        result.unlink(missing_ok=True)
+        command = [sys.executable, __file__, str(out), "--part", name]
+        with log.open("w") as sink:
+            code = subprocess.run(
+                command, stdout=sink, stderr=sink, env=environment, start_new_session=True
+            ).returncode
+        if code == 0 and result.exists():
+            results[name] = json.loads(result.read_text())
+        elif name == "lost":  # SGLang ends this process with its scheduler
+            results[name] = {"error": "WeightsLostError" in log.read_text()}
+        else:
+            print(f"FAIL {name}: exit {code}\n{log.read_text()[-2500:]}", flush=True)
+    return results
+
+
+def checks(results: dict[str, Any]) -> list[tuple[str, bool, str]]:
+    """(what, holds, figures) of everything the results allow to check."""
+    found = []
+    if {"eager first", "eager second"} <= results.keys():
+        expected = {
+            f"W{i}": results[f"eager {n}"]["outputs"] for i, n in ((1, "first"), (2, "second"))
+        }
+        found.append(("W1 and W2 differ", expected["W1"] != expected["W2"], ""))
+        found += graph_checks(results.get("graphs"), expected)
+        for name, seen in results.get("default", {}).items():
+            same = [tokens for tokens, _ in seen] == [tokens for tokens, _ in expected[name]]
+            found.append((f"default graphs, {name}: tokens of an eager engine", same, ""))
+        if "release" in results:
+            release = results["release"]
+            found.append(("before a release", release["before"] == expected["W1"], ""))
+            found.append(("release, resume, update", release["W2"] == expected["W2"], ""))
+            found.append(("fingerprints after a release", release["prints"], ""))
+    if "lost" in results:
+        lost = results["lost"].get("error", False)
+        found.append(("running without weights raises WeightsLostError", lost, ""))
+    return found
+
+
+def graph_checks(
+    graphs: dict[str, Any] | None, expected: dict[str, Any]
+) -> list[tuple[str, bool, str]]:
+    """What the engine with captured graphs must show."""
+    if graphs is None:
+        return []
+    found = []
+    for key, value in graphs.items():
+        if key[:2] in expected:
+            found.append((f"graphs {key} = fresh engine", value == expected[key[:2]], ""))
+        elif key.startswith("prints"):
+            found.append((f"graphs {key}", value, ""))
+    flat = graphs["allocated"]
+    bad = graphs["bad"]
+    return [
+        *found,
+        ("addresses unchanged", graphs["addresses"], ""),
+        ("a NaN is refused by name", "experts.3.w2: NaN or Inf" in bad, bad[:90]),
+        ("memory flat over 10 updates", len(set(flat[1:])) == 1, str(flat[-1])),
+        ("not emulated", graphs["report"]["backend"] != "emulated", str(graphs["backends"])),
+    ]
+
+
+def main() -> None:
+    """Run everything, or one part."""
+    out = Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    if "--part" in sys.argv:
+        name = sys.argv[-1]
+        result = PARTS[name]()
+        (out / f"{name.replace(' ', '_')}.json").write_text(json.dumps(result))
+        return
+    wanted = sys.argv[sys.argv.index("--only") + 1 :] if "--only" in sys.argv else list(PARTS)
+    results = run_parts(out, wanted)
+    found = checks(results)
+    for what, holds, figures in found:
+        print(f"{'ok  ' if holds else 'FAIL'} {what} {figures}")
+    good = bool(found) and all(holds for _, holds, _ in found) and len(results) == len(wanted)
+    print("ok" if good else "FAILED")
+    sys.exit(not good)
+
+
+if __name__ == "__main__":
+    main()

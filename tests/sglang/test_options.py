@@ -1,0 +1,254 @@
+"""Option errors, refused features and the environment variable: up to SGLang's configuration.
+
+Nothing here starts an engine: building ``ServerArgs`` is what every way of starting SGLang does
+first, in the process that the user sees. Each case runs in a process of its own where plugins load
+as they do for a user.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.sglang.engine import environment
+
+pytestmark = pytest.mark.sglang
+
+# Read cases from stdin, answer with what building ServerArgs says.
+SCRIPT = """
+import json, os, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import ServerArgs
+answers = {}
+for name, case in json.load(sys.stdin).items():
+    os.environ.pop("SGLANG_QUADS_CONFIG", None)
+    os.environ.update(case["environment"])
+    try:
+        arguments = ServerArgs(**case["arguments"])
+        options = arguments.get_model_config()
+        from sglang_quads.hooks import model_section
+        from sglang_quads.config import options_of
+        answers[name] = {
+            "error": "",
+            "quantization": options.quantization,
+            "options": options_of(model_section(options) or {}).to_dict(),
+        }
+    except Exception as error:
+        answers[name] = {"error": f"{type(error).__name__}: {error}"}
+print("ANSWERS" + json.dumps(answers))
+"""
+BASE = {"device": "cpu", "attention_backend": "torch_native", "quantization": "quads_nvfp4"}
+
+OPTION_ERRORS = {
+    "unknown key": ({"rac_ration": 0.5}, "unknown option 'rac_ration'; allowed are ['method', "),
+    "act": ({"act": "int4"}, "act 'int4' is not allowed: one of ['nvfp4', 'bf16']"),
+    "method": ({"method": "best"}, "method 'best' is not allowed"),
+    "knob": ({"rac_ratio": 2}, "rac_ratio"),
+    "rule": ({"global_scale_rule": "max"}, "global_scale_rule 'max' is not allowed"),
+    "backend": ({"backend": "marlin"}, "backend 'marlin' is not allowed: one of ['auto', "),
+    "targets type": ({"targets": 3}, "targets must be a string or a list of strings, got 3"),
+    "no targets": ({"targets": []}, "targets is empty"),
+    "regex": ({"ignore": ["re:("]}, "ignore: 're:(' is not a regular expression"),
+}
+REFUSED = {
+    "lora": ({"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["all"]}, "LoRA"),
+    "pipeline": ({"pp_size": 2}, "pipeline parallelism"),
+    "eplb": ({"ep_num_redundant_experts": 2}, "expert load balancing"),
+    "deepep": ({"moe_a2a_backend": "deepep", "tp_size": 2}, "--moe-a2a-backend deepep"),
+    "runner": ({"moe_runner_backend": "cutlass"}, "--moe-runner-backend cutlass: use auto"),
+    "speculative": (
+        {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 2},
+        "speculative decoding",
+    ),
+    "offload": ({"cpu_offload_gb": 1}, "CPU offloading"),
+    "flash_rl": ({"load_format": "flash_rl"}, "load format 'flash_rl': use one of ['auto', "),
+    "sharded": ({"load_format": "sharded_state"}, "load format 'sharded_state': use one of"),
+    "overlap": ({"enable_two_batch_overlap": True}, "batch overlap"),
+}
+
+
+def override(options):
+    return {"json_model_override_args": json.dumps({"quantization_config": options})}
+
+
+def cases():
+    """(arguments, environment) of everything that this file asks, by name."""
+    found = {}
+    for name, (options, _) in OPTION_ERRORS.items():
+        found[f"override, {name}"] = (override(options), None)
+        found[f"environment, {name}"] = ({}, options)
+    for name, (arguments, _) in REFUSED.items():
+        found[f"refused, {name}"] = (arguments, None)
+    options = {"act": "bf16", "ignore": "re:.*layers\\.0\\..*"}
+    found["override"] = (override(options), None)
+    found["environment"] = ({}, options)
+    for method in ("quads", "foursight", "quads_splice"):
+        found[f"compensation, {method}"] = (override({"method": method}), None)
+    found["conflict"] = (override({"act": "nvfp4"}), {"act": "bf16"})
+    found["same twice"] = (override({"targets": "experts"}), {"targets": ["experts"]})
+    found["foreign"] = (override({"quant_method": "compressed-tensors", "format": "nvfp4"}), None)
+    found["named"] = ({"quantization": None, **override({"quant_method": "quads_nvfp4"})}, None)
+    found["not an object"] = (override("bf16"), None)
+    for name, variable in {
+        "enable": {"enable": True},
+        "enable, model matches": {"enable": True, "model": "*arith*"},
+        "enable, model differs": {"enable": True, "model": "*reward*"},
+        "not enabled": {"act": "bf16"},
+        "enable is no boolean": {"enable": 1},
+    }.items():
+        found[name] = ({"quantization": None}, variable)
+    found["no JSON"] = ({}, "{")
+    found["no file"] = ({}, "nowhere.json")
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers(arith_moe):
+    """What each case says, from one process."""
+    asked = {}
+    for name, (arguments, variable) in cases().items():
+        text = variable if isinstance(variable, str) else json.dumps(variable)
+        asked[name] = {
+            "arguments": {**BASE, "model_path": str(arith_moe), **arguments},
+            "environment": {} if variable is None else {"SGLANG_QUADS_CONFIG": text},
+        }
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    assert "ANSWERS" in done.stdout, done.stderr[-3000:]
+    return json.loads(done.stdout.rpartition("ANSWERS")[2])
+
+
+@pytest.mark.parametrize("case", OPTION_ERRORS)
+@pytest.mark.parametrize("way", ["override", "environment"])
+def test_option_errors(answers, way, case):
+    error = answers[f"{way}, {case}"]["error"]
+    source = "quantization_config" if way == "override" else "SGLANG_QUADS_CONFIG"
+    assert error.startswith(f"ValueError: {source}: "), error
+    assert OPTION_ERRORS[case][1] in error, error
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_features(answers, case):
+    error = answers[f"refused, {case}"]["error"]
+    assert error.startswith("ValueError: quads_nvfp4 does not support "), error
+    assert REFUSED[case][1] in error, error
+
+
+@pytest.mark.parametrize("way", ["override", "environment"])
+def test_options_arrive(answers, way):
+    options = answers[way]["options"]
+    assert (options["act"], options["ignore"]) == ("bf16", ["re:.*layers\\.0\\..*"])
+
+
+@pytest.mark.parametrize("method", ["quads", "foursight", "quads_splice"])
+def test_compensation_is_refused_by_name(answers, method):
+    """Until it is wired into SGLang; as the mere default it is not."""
+    error = answers[f"compensation, {method}"]["error"]
+    assert f"method {method!r} is not available with SGLang" in error
+    assert "use method 'nvfp4'" in error
+    assert answers["enable"]["error"] == ""
+
+
+def test_conflicting_places(answers):
+    error = answers["conflict"]["error"]
+    assert "'act' is 'nvfp4' in quantization_config and 'bf16' in SGLANG_QUADS_CONFIG" in error
+    assert answers["same twice"]["options"]["targets"] == ["experts"]
+
+
+def test_foreign_checkpoints_are_refused(answers):
+    error = answers["foreign"]["error"]
+    assert "already quantized (quant_method 'compressed-tensors')" in error
+    assert "takes BF16 checkpoints" in error
+
+
+def test_malformed_places(answers):
+    assert "quantization_config must be an object, got 'bf16'" in answers["not an object"]["error"]
+    assert "SGLANG_QUADS_CONFIG is not valid JSON" in answers["no JSON"]["error"]
+    assert "'nowhere.json' is neither a JSON object nor a readable" in answers["no file"]["error"]
+    assert '"enable" must be true or false' in answers["enable is no boolean"]["error"]
+
+
+@pytest.mark.parametrize(
+    "case, quantization",
+    [
+        ("enable", "quads_nvfp4"),
+        ("enable, model matches", "quads_nvfp4"),
+        ("enable, model differs", None),
+        ("not enabled", None),
+        ("named", "quads_nvfp4"),
+    ],
+)
+def test_switching_on(answers, case, quantization):
+    assert answers[case]["error"] == ""
+    assert answers[case]["quantization"] == quantization
+
+
+def run_python(code, **variables):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(**variables)
+    )
+
+
+def test_every_hook_is_applied():
+    """SGLang logs what it cannot hook and goes on; an engine would refuse to start."""
+    code = (
+        "from sglang.srt.plugins import load_plugins; load_plugins()\n"
+        "from sglang_quads import compat, hooks\n"
+        "assert len(hooks.targets()) == 14, hooks.targets()\n"
+        "assert not compat.missing(hooks.targets()), compat.missing(hooks.targets())\n"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_missing_hook_is_noticed():
+    code = (
+        "from sglang_quads import compat, hooks\n"
+        "assert compat.missing(hooks.targets()) == hooks.targets()\n"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_preload_allows_server_args(arith_moe):
+    """The documented line for trainers that build ``ServerArgs`` on their own."""
+    code = (
+        "{}from sglang.srt.server_args import ServerArgs\n"
+        f"print(ServerArgs(model_path={str(arith_moe)!r}, quantization='quads_nvfp4', "
+        "device='cpu', attention_backend='torch_native').quantization)\n"
+    )
+    done = run_python(code.format("import sglang_quads.preload\n"))
+    assert done.stdout.strip().endswith("quads_nvfp4"), done.stderr[-2000:]
+    without = run_python(code.format(""))
+    assert "Unknown quantization method: quads_nvfp4" in without.stderr
+
+
+def test_verl_needs_no_line(arith_moe):
+    """verl imports ``quads_trainers.verl`` in each of its processes, and builds ``ServerArgs``."""
+    code = (
+        "import quads_trainers.verl\n"
+        "import sglang.srt.entrypoints.engine\n"
+        "from sglang.srt.server_args import ServerArgs\n"
+        f"print(ServerArgs(model_path={str(arith_moe)!r}, quantization='quads_nvfp4', "
+        "device='cpu', attention_backend='torch_native').quantization)\n"
+    )
+    done = run_python(code)
+    assert done.stdout.strip().endswith("quads_nvfp4"), done.stderr[-2000:]
+
+
+def test_plugins_can_be_left_out():
+    """``SGLANG_PLUGINS`` names entry points."""
+    code = (
+        "from sglang.srt.plugins import load_plugins; load_plugins()\n"
+        "from sglang.srt.server_args import QUANTIZATION_CHOICES\n"
+        "print('quads_nvfp4' in QUANTIZATION_CHOICES)\n"
+    )
+    assert run_python(code, SGLANG_PLUGINS="other").stdout.strip().endswith("False")
+    assert run_python(code, SGLANG_PLUGINS="quads_nvfp4").stdout.strip().endswith("True")
