@@ -3,10 +3,11 @@
     python benchmarks/bench_engine.py OUT_FOLDER
     python benchmarks/bench_engine.py OUT_FOLDER --modes fp8_per_block,quads --sequences 32
 
-A model of Qwen3-30B-A3B's shape (48 layers, 128 experts, top-8), dummy weights, CUDA graphs and
-torch.compile as vLLM sets them, experts chosen uniformly at random in every engine (vLLM's routing
-simulator: dummy weights would send all tokens to the same few). Needs vLLM, this package with its
-entry points, and one GPU; with several, one engine runs on each. Every engine is a process.
+A model of Qwen3-30B-A3B's shape (48 layers, 128 experts, top-8), dummy weights, torch.compile as
+vLLM sets it, CUDA graphs of exactly the batches that are timed, experts chosen uniformly at random
+in every engine (vLLM's routing simulator: dummy weights would send all tokens to the same few).
+Needs vLLM, this package with its entry points, and one GPU; with several, one engine runs on each.
+Every engine is a process.
 
 "step": milliseconds of a decode step, from the difference of two runs that differ in their output
 length only, median of ``--repeats``; "busy": the share of a decode-only stretch in which a kernel
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = ROOT / "examples/models/arith-moe"
 PROMPT_TOKENS = 32
 SHORT, LONG = 16, 80  # output tokens of the two runs
+PROFILED = 4, 12  # the same, under the profiler
 OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8_per_tensor": {"quantization": "fp8_per_tensor"},
@@ -85,11 +87,14 @@ def kernels(llm: Any, sequences: int) -> dict[str, float]:
     from torch.profiler import ProfilerActivity, profile
 
     totals = []
-    for tokens in (SHORT, 2 * SHORT):
+    for tokens in PROFILED:
         with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
             generate(llm, sequences, tokens)
         totals.append({e.key[:60]: e.self_device_time_total for e in profiler.key_averages()})
-    per_step = {k: (t - totals[0].get(k, 0.0)) / SHORT / 1e3 for k, t in totals[1].items()}
+    per_step = {
+        k: (t - totals[0].get(k, 0.0)) / (PROFILED[1] - PROFILED[0]) / 1e3
+        for k, t in totals[1].items()
+    }
     top = sorted(per_step, key=lambda k: -per_step[k])[:12]
     return {"all": sum(per_step.values()), **{k: per_step[k] for k in top}}
 
@@ -104,6 +109,7 @@ def run_mode(mode: str, folder: Path, arguments: argparse.Namespace) -> dict[str
     llm = LLM(
         str(folder), load_format="dummy", dtype="bfloat16", max_model_len=512, seed=0,
         max_num_seqs=max(arguments.sequences), max_num_batched_tokens=8192,
+        compilation_config={"cudagraph_capture_sizes": arguments.sequences},
         enable_prefix_caching=False, kv_cache_memory_bytes=16 << 30, disable_log_stats=True,
         **options,
     )  # fmt: skip

@@ -4,6 +4,7 @@
     PYTHONPATH=common:. python benchmarks/bench_moe.py --stages --peers "" # where our time goes
     PYTHONPATH=common:. python benchmarks/bench_moe.py --sweep gemm1 --tokens 16,128
 
+"w4a4" and "w4a16" run on the backend that the layer gets on this GPU, "triton" is W4A4 on that one.
 Whole layers, from hidden states to output in the model's dtype: routing tables, quantization, both
 GEMMs, activation and top-k sum. The same weights and routings for all; every result is compared
 with the torch code before it is timed. CUDA graph replay, median, several layers and routings in
@@ -28,8 +29,9 @@ from benchmarks.moe_data import Layer, Routing, make_layers, make_routings
 from benchmarks.moe_shapes import SHAPES
 from benchmarks.timing import graph_time, read_rate
 from quads_common.activation import Activation
+from quads_common.kernels import hopper
 from quads_common.kernels.gemm import grouped_gemm
-from quads_common.kernels.moe import fused_moe_triton, moe_config
+from quads_common.kernels.moe import fused_moe_hopper, fused_moe_triton, moe_config
 from quads_common.kernels.route import Routes, make_table, sum_slots_triton
 from quads_common.kernels.rows import quantize_rows
 from quads_common.moe import fused_moe
@@ -37,8 +39,13 @@ from quads_common.moe import fused_moe
 Call = Callable[[Layer, Routing], torch.Tensor]
 
 
-def ours(act: str) -> Call:
-    return lambda layer, r: fused_moe_triton(r.x, layer.w13, layer.w2, r.weights, r.ids, act=act)
+def ours(act: str, backend: str) -> Call:
+    def call(layer: Layer, r: Routing) -> torch.Tensor:
+        w13, w2 = layer.stored(backend)
+        moe = fused_moe_hopper if backend == "hopper" else fused_moe_triton
+        return moe(r.x, w13, w2, r.weights, r.ids, act=act)
+
+    return call
 
 
 def rms(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -47,13 +54,20 @@ def rms(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def wrong(name: str, call: Call, layer: Layer, routing: Routing) -> str:
     """Empty if the layer's output is what its format allows: rms error against the torch code."""
-    if name in ("w4a4", "w4a16", "marlin"):
-        act = "nvfp4" if name == "w4a4" else "bf16"
+    if name in ("w4a4", "w4a16", "triton", "marlin"):
+        act = "nvfp4" if name in ("w4a4", "triton") else "bf16"
         want = fused_moe(routing.x, layer.w13, layer.w2, routing.weights, routing.ids, act=act)
     else:
         want = moe_peers.reference(layer, routing)
     error = rms(call(layer, routing), want)
-    limit = {"w4a4": 2e-2, "w4a16": 5e-3, "marlin": 1e-2, "bf16": 1e-2, "fp8": 8e-2}[name]
+    limit = {
+        "w4a4": 2e-2,
+        "triton": 2e-2,
+        "w4a16": 5e-3,
+        "marlin": 1e-2,
+        "bf16": 1e-2,
+        "fp8": 8e-2,
+    }[name]
     return "" if error <= limit else f"rms error {error:.1e} above {limit:.0e}"
 
 
@@ -114,13 +128,44 @@ def stages(layers: list[Layer], routings: list[Routing], act: str) -> dict[str, 
     return result
 
 
+def hopper_stages(layers: list[Layer], routings: list[Routing], act: str) -> dict[str, float]:
+    """The same of the ``hopper`` datapath; nothing where it is not the one that runs."""
+    experts, hidden, inner = layers[0].w2.shape
+    tokens, top_k = routings[0].ids.shape
+    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    plan = hopper.decode_plan(tokens, top_k, experts, hidden, inner, processors)
+    if plan is None or layers[0].backend != "hopper":
+        return {}
+    work = []
+    for layer in layers:
+        for r in routings:
+            routes = Routes(r.ids, None, experts)
+            quantize = functools.partial(quantize_rows, r.x, quantized=act == "nvfp4")
+            slots = torch.randn((tokens * top_k, hidden), device="cuda")
+            work.append(
+                {
+                    "quantize": quantize,
+                    plan.form: functools.partial(
+                        hopper.decode_experts, quantize().operand, *layer.stored("hopper"), routes,
+                        r.weights, plan, None,
+                    ),
+                    "sum": functools.partial(sum_slots_triton, slots, routes, r.x.dtype),
+                }
+            )  # fmt: skip
+    return {name: graph_time([calls[name] for calls in work]) for name in work[0]}
+
+
 def compare(args: argparse.Namespace, layers: list[Layer], rate: float, deadline: float) -> None:
     """Print the table, a row for each number of tokens, and what is missing in it."""
     failures: list[str] = []
-    calls: dict[str, Call] = {"w4a4": ours("nvfp4"), "w4a16": ours("bf16")}
+    backend = layers[0].backend
+    calls: dict[str, Call] = {"w4a4": ours("nvfp4", backend), "w4a16": ours("bf16", backend)}
+    if backend != "triton":
+        calls["triton"] = ours("nvfp4", "triton")
+    own = list(calls)
     names = [p for p in args.peers.split(",") if p]
     calls |= moe_peers.peers(names, layers, failures)
-    columns = ["w4a4", "w4a16", *names]
+    columns = [*own, *names]
     print(" ".join(f"{h:>8}" for h in ["tokens", *columns, "/fp8", "roofline"]), flush=True)
     for tokens in (int(t) for t in args.tokens.split(",")):
         if time.monotonic() > deadline:
@@ -139,7 +184,8 @@ def compare(args: argparse.Namespace, layers: list[Layer], rate: float, deadline
         print(f"{tokens:8}", *(f"{'-':>8}" if "nan" in v else v for v in row), flush=True)
         if args.stages:
             for act in ("nvfp4", "bf16"):
-                parts = stages(layers, routings, act)
+                parts = hopper_stages(layers, routings, act)
+                parts = parts or stages(layers, routings, act)
                 text = ", ".join(f"{k} {v:.1f}" for k, v in parts.items())
                 print(f"{'':8} {act}: {text}; sum {sum(parts.values()):.1f}", flush=True)
     for line in failures:
@@ -176,8 +222,9 @@ def main() -> None:
     if args.sweep:
         moe_sweep.warm(args.shape, args.sweep, counts)
     torch.manual_seed(0)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.shape}")
     layers = make_layers(args.shape, args.layers)
+    backend = layers[0].backend
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.shape}, {backend}")
     rate = read_rate()
     if args.sweep:
         for count in counts:

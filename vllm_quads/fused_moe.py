@@ -10,7 +10,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from quads_common.activation import Activation
 from quads_common.backend import general_backend, moe_backend
 from quads_common.compensation.layers import LayerInput, Runtime
-from quads_common.compensation.ops import quads_moe_compensated
+from quads_common.compensation.ops import form_backend, quads_moe_compensated
 from quads_common.compensation.site import moe_sites
 from quads_common.layer_weights import add_quantized_weight
 from quads_common.ops import quads_moe
@@ -220,5 +220,5 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             first.statistics(layer) + second.statistics(layer),
             first.period,
             first.real_rows(layer, x.shape[0]),
-            self.backend,
+            form_backend(self.backend, self.options.compensation.exact),
         )

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import (
 
 from quads_common.compensation.columns import SiteColumns
 from quads_common.compensation.layers import LayerInput, Runtime
-from quads_common.compensation.ops import quads_linear_compensated
+from quads_common.compensation.ops import form_backend, quads_linear_compensated
 from quads_common.compensation.site import linear_site
 from quads_common.format import BLOCK_SIZE
 from quads_common.layer_weights import add_quantized_weight
@@ -147,7 +147,7 @@ class QuadsLinearMethod(LinearMethodBase):
             given.statistics(layer),
             given.period if countable else 0,
             given.real_rows(layer, x.shape[0]) if countable else None,
-            self.backend,
+            form_backend(self.backend, self.options.compensation.exact),
         )
 
 

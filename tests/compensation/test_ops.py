@@ -13,7 +13,12 @@ from quads_common.compensation import (
     new_site_state,
     refresh,
 )
-from quads_common.compensation.ops import quads_linear_compensated, quads_moe_compensated
+from quads_common.compensation.ops import (
+    can_compensate,
+    form_backend,
+    quads_linear_compensated,
+    quads_moe_compensated,
+)
 from tests.common.bits import assert_same_bits
 from tests.common.moe_layer import routing
 from tests.common.samples import normal
@@ -126,3 +131,18 @@ def test_other_backends_are_refused_by_name():
             normal(5, HIDDEN), q.packed, q.block_scale, q.global_scale, None, None, None, None, 1.0,
             buffers(layer.state), 0, None, "marlin",
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "backend, exact, called",
+    [
+        ("triton", True, "triton_exact"),
+        ("hopper", True, "hopper_exact"),
+        ("hopper", False, "hopper"),
+        ("emulated", True, "emulated"),
+        ("blackwell", True, "blackwell"),
+    ],
+)
+def test_exact_form_of_a_backend(backend, exact, called):
+    assert form_backend(backend, exact) == called
+    assert can_compensate(called)

@@ -70,6 +70,7 @@ def test_every_knob_stays_settable():
         ({"compensate": ["w2", "w2"]}, r"compensate \['w2', 'w2'\] .*w13"),
         ({"compensate": "w2"}, r"compensate 'w2' .*w13"),
         ({"adaptive": 1}, r"adaptive 1 .*true or false"),
+        ({"exact": "yes"}, r"exact 'yes' .*true or false"),
         ({"adaptive": True, "rac_ratio": 0}, r"adaptive true .*rac_ratio 0"),
         ({"rac_ration": 0.5}, r"'rac_ration'; allowed are \['rac_ratio'"),
     ],

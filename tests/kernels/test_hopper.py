@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from quads_common.activation import Activation
-from quads_common.kernels import hopper
+from quads_common.kernels import gemm, hopper
 from quads_common.kernels.cuda import nvrtc
 from quads_common.kernels.hopper import DecodePlan, decode_plan, moe_defines, why_not_hopper
+from quads_common.kernels.moe import moe_config
 from tests.kernels.offline import cuobjdump
 
 try:
@@ -139,3 +140,13 @@ def test_forms_fit_in_shared_memory(tokens, hidden, inner, experts, top_k):
     for _, rows, row_bytes in hopper._launches(plan, hidden, inner):
         assert plan.rows <= rows
         assert rows * row_bytes <= hopper.SHARED
+
+
+def test_one_tile_for_batch_invariance(monkeypatch):
+    monkeypatch.setenv(gemm.BATCH_INVARIANT_VARIABLE, "1")
+    gemm.batch_invariant.cache_clear()
+    try:
+        assert len({moe_config(tokens, 8, 128) for tokens in (1, 64, 512, 8192)}) == 1
+        assert len({gemm.linear_config(rows) for rows in (1, 20, 512)}) == 1
+    finally:
+        gemm.batch_invariant.cache_clear()

@@ -188,6 +188,12 @@ def test_calibration_lets_the_reference_pass(tmp_path):
     assert load_options(tmp_path / "tim.json") == options
 
 
+def test_a_reference_without_much_gap_does_not_make_everything_qualify():
+    statistics = sequence_statistics(torch.randn(400, 50) * 1e-3, torch.ones(400, 50))
+    assert calibrate(statistics).k3 == 0.001
+    assert 0 < calibrate(statistics, k3_floor=0.0).k3 < 1e-5
+
+
 def test_calibration_raises_the_other_limits_where_the_reference_passes_them():
     delta = torch.full((400, 50), 13.0)
     options = calibrate(sequence_statistics(delta, torch.ones_like(delta)))

@@ -164,9 +164,11 @@ def test_megatron_is_refused():
 
 def test_the_plugin_is_registered_in_every_process(tmp_path):
     """A fresh process that only imports verl has the option; and it can be switched off."""
+    # Imported by name, as verl's trainers do at their top: the patch must come before that.
     code = (
         "import verl; from verl.trainer.ppo.rollout_corr_helper import "
-        "SUPPORTED_ROLLOUT_RS_OPTIONS as o; print('seq_tim' in o)"
+        "SUPPORTED_ROLLOUT_RS_OPTIONS as o, compute_rollout_correction_and_add_to_batch as f\n"
+        "print('seq_tim' in o and hasattr(f, '__wrapped__'))"
     )
     assert run_python(tmp_path, "-c", code).split()[-1] == "True"
     off = run_python(tmp_path, "-c", code, VERL_USE_EXTERNAL_PLUGINS="none")

@@ -19,7 +19,12 @@ from quads_common.compensation.operands import InputCompensation
 from quads_common.compensation.statistics import ChannelStatistics
 from quads_common.format import QuantizedTensor
 
-__all__ = ["can_compensate", "quads_linear_compensated", "quads_moe_compensated"]
+__all__ = [
+    "can_compensate",
+    "form_backend",
+    "quads_linear_compensated",
+    "quads_moe_compensated",
+]
 
 # Backends (``quads_common.backend``) that the operators here run on.
 _BACKENDS = ("emulated", "triton", "triton_exact", "hopper", "hopper_exact", "blackwell")
@@ -28,6 +33,12 @@ _BACKENDS = ("emulated", "triton", "triton_exact", "hopper", "hopper_exact", "bl
 def can_compensate(backend: str) -> bool:
     """Whether ``quads_linear_compensated`` and ``quads_moe_compensated`` run on a backend."""
     return backend in _BACKENDS
+
+
+def form_backend(backend: str, exact: bool) -> str:
+    """The name to call the operators with; the backends that never fold are exact anyway."""
+    name = f"{backend}_exact"
+    return name if exact and name in _BACKENDS else backend
 
 
 @torch.library.custom_op("quads::linear_compensated", mutates_args=("statistics",))

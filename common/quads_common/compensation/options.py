@@ -59,6 +59,8 @@ class CompensationOptions:
     sampling_rate: share of the rows that is counted. A counted row moves about 40 bytes of memory
         for each channel: at 1/64, 0.2% of what a decode step of 128 tokens reads of FP4 experts.
     adaptive: give each layer its own ratio, under the total number of blocks of ``rac_ratio``.
+    exact: residuals and hot channels as products of their own where a backend folds them into one
+        FP16 operand (``triton``, ``hopper``); slower, see ``fold`` for what it changes.
 
     Raises:
         ValueError: a bad value; the message names the key, the value and what is allowed.
@@ -78,6 +80,7 @@ class CompensationOptions:
     min_tokens: int = 1024
     sampling_rate: float = 1 / 64
     adaptive: bool = False
+    exact: bool = False
 
     def __post_init__(self) -> None:
         _check_range("rac_ratio", self.rac_ratio, 0, 1)
@@ -92,8 +95,9 @@ class CompensationOptions:
         _check_choice("splice_statistic", self.splice_statistic, STATISTICS)
         _check_choice("splice_weight", self.splice_weight, SPLICE_WEIGHTS)
         _check_kinds(self.compensate)
-        if not isinstance(self.adaptive, bool):
-            raise ValueError(f"adaptive {self.adaptive!r} is not allowed: true or false")
+        for key in ("adaptive", "exact"):
+            if not isinstance(value := getattr(self, key), bool):
+                raise ValueError(f"{key} {value!r} is not allowed: true or false")
         if self.adaptive and self.rac_ratio == 0:
             raise ValueError("adaptive true is not allowed with rac_ratio 0: nothing to distribute")
 

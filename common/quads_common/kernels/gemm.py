@@ -6,7 +6,9 @@ to the order of summation (``accumulation_bound``). At one configuration a row's
 no other row.
 """
 
+import os
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -18,7 +20,9 @@ from quads_common.kernels.route import RoutingTable
 from quads_common.kernels.rows import Operand, quantize_rows
 from quads_common.weight_tiles import TileLayout
 
-__all__ = ["GemmConfig", "grouped_gemm", "linear_config", "linear_triton"]
+__all__ = ["GemmConfig", "batch_invariant", "grouped_gemm", "linear_config", "linear_triton"]
+
+BATCH_INVARIANT_VARIABLE = "VLLM_BATCH_INVARIANT"
 
 
 @dataclass(frozen=True)
@@ -68,11 +72,19 @@ def linear_triton(
 
 def linear_config(rows: int) -> GemmConfig:
     """Tile for a linear of so many rows."""
+    if batch_invariant():
+        return GemmConfig(64, 128, 128)
     if rows <= 16:
         return GemmConfig(16, 64, 256)
     if rows <= 32:
         return GemmConfig(32, 64, 256)
     return GemmConfig(64, 128, 128)
+
+
+@cache
+def batch_invariant() -> bool:
+    """Whether the engine wants results that depend on no other row: one tile for any number."""
+    return os.environ.get(BATCH_INVARIANT_VARIABLE, "0") not in ("", "0")
 
 
 def grouped_gemm(

@@ -12,16 +12,14 @@ The choice depends on shapes alone. With ``VLLM_BATCH_INVARIANT=1`` both backend
 one tile for any number of tokens, so that a token's result does not depend on its company.
 """
 
-import os
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from quads_common.activation import Activation
 from quads_common.format import QuantizedTensor
 from quads_common.gemm import ACT_FORMATS, ActFormat
-from quads_common.kernels.gemm import GemmConfig, grouped_gemm
+from quads_common.kernels.gemm import GemmConfig, batch_invariant, grouped_gemm
 from quads_common.kernels.route import Routes, make_table, sum_slots_triton
 from quads_common.kernels.rows import quantize_rows
 from quads_common.moe import check_shapes
@@ -30,7 +28,6 @@ from quads_common.weight_tiles import TileLayout
 __all__ = ["MoeConfig", "fused_moe_hopper", "fused_moe_triton", "moe_config"]
 
 GATE_UP, DOWN = TileLayout(gate_up=True), TileLayout(gate_up=False)
-BATCH_INVARIANT_VARIABLE = "VLLM_BATCH_INVARIANT"
 
 
 @dataclass(frozen=True)
@@ -57,12 +54,6 @@ def moe_config(tokens: int, top_k: int, num_experts: int) -> MoeConfig:
     if rows <= 32:
         return MoeConfig(GemmConfig(32, 128, 256), GemmConfig(32, 128, 128))
     return MoeConfig(GemmConfig(64, 128, 128), GemmConfig(64, 128, 128))
-
-
-@cache
-def batch_invariant() -> bool:
-    """Whether the engine asks for results that depend on no other token of a batch."""
-    return os.environ.get(BATCH_INVARIANT_VARIABLE, "0") not in ("", "0")
 
 
 def fused_moe_hopper(

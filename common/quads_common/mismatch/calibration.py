@@ -1,8 +1,8 @@
 """Limits of the filter from a reference run: the same model and prompts with a BF16 rollout.
 
-The k3 limit becomes the reference's 99.5 % quantile; the other two rise to it where the reference
-passes the default. Mismatch of a MoE model grows during training even in BF16, so a limit that is
-never renewed tightens by itself: watch ``tim/drop_rate``.
+The k3 limit becomes the reference's 99.5 % quantile, but not less than K3_FLOOR; the other two rise
+to it where the reference passes the default. Mismatch of a MoE model grows during training even in
+BF16, so a limit that is never renewed tightens by itself: watch ``tim/drop_rate``.
 """
 
 import dataclasses
@@ -18,6 +18,9 @@ from quads_common.mismatch.statistics import SequenceStatistics
 
 __all__ = ["calibrate", "load_options", "quantile", "save_options"]
 
+# The lower end of the range that verl's documentation recommends for seq_mean_k3. A confident model
+# in BF16 has quantiles far below what any quantization does; such a limit would qualify everything.
+K3_FLOOR = 0.001
 _VERSION_KEY = "contract_version"
 
 
@@ -26,10 +29,12 @@ def calibrate(
     base: FilterOptions | None = None,
     *,
     share: float = 0.995,
+    k3_floor: float = K3_FLOOR,
 ) -> FilterOptions:
     """Limits that let ``share`` of the reference's sequences pass, each taken alone.
 
-    reference: made with ``base.tail_nats``. base: everything that is not calibrated.
+    reference: made with ``base.tail_nats``. base: everything that is not calibrated. k3_floor: the
+    k3 limit is not set below it.
 
     Raises:
         ValueError: fewer than ``1 / (1 - share)`` sequences, too few to know that quantile; a
@@ -51,7 +56,7 @@ def calibrate(
         )
     return dataclasses.replace(
         base,
-        k3=limit,
+        k3=max(limit, k3_floor),
         tail_share=max(base.tail_share, quantile(reference.tail_share[present], share)),
         max_abs=max(base.max_abs, quantile(reference.max_abs[present], share)),
     )

@@ -18,6 +18,7 @@ GROUPS = [
     compare_compensated.gemms,
     compare_compensated.layers,
     compare_compensated.plain_layers,
+    compare_compensated.tiled_layers,
 ]
 OPTIONS = CompensationOptions.from_preset(
     "quads_splice", {"sampling_rate": 0.5, "splice_count_w13": 16, "splice_count_w2": 16}
