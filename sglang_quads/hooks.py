@@ -92,8 +92,10 @@ def enable_in_server_args(args: Any, *_: Any, **__: Any) -> None:
     if args.quantization == QUANT_METHOD:
         check_override(args.json_model_override_args)
         check_server_args(args)
-        # Fusion would put shared experts, which placement keeps, among the quantized ones.
-        args.disable_shared_experts_fusion = True
+        # Fusion would put shared experts, which placement keeps, among the quantized ones. 0.5.20's
+        # children get a record that holds this already and takes no assignment.
+        if not args.disable_shared_experts_fusion:
+            args.disable_shared_experts_fusion = True
 
 
 def check_override(text: Any) -> None:

@@ -12,11 +12,12 @@ from quads_common.backend import general_backend, moe_backend
 from quads_common.compensation.layers import LayerInput, Runtime
 from quads_common.compensation.ops import form_backend, quads_moe_compensated
 from quads_common.compensation.site import moe_sites
+from quads_common.layer_weights import add_quantized_weight
 from quads_common.ops import quads_moe
 from quads_common.options import QuadsOptions
 from quads_common.weight_tiles import TileLayout
 from vllm_quads.experts import ExpertLoader, ExpertShards, check_sizes
-from vllm_quads.loading import add_quantized_weight, finish_loading, load_themselves
+from vllm_quads.loading import finish_loading, load_themselves
 
 __all__ = ["QuadsMoEMethod"]
 

@@ -16,10 +16,11 @@ from quads_common.compensation.layers import LayerInput, Runtime
 from quads_common.compensation.ops import form_backend, quads_linear_compensated
 from quads_common.compensation.site import linear_site
 from quads_common.format import BLOCK_SIZE
+from quads_common.layer_weights import add_quantized_weight
 from quads_common.ops import quads_linear
 from quads_common.options import QuadsOptions
 from quads_common.weight_units import Region, WeightUnits, check_incoming
-from vllm_quads.loading import add_quantized_weight, finish_loading, load_themselves
+from vllm_quads.loading import finish_loading, load_themselves
 
 __all__ = ["QuadsLinearMethod"]
 

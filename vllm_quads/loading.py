@@ -13,11 +13,10 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
-from quads_common.format import BLOCK_SIZE, GlobalScaleRule, check_block_aligned
-from quads_common.weight_tiles import TileLayout
-from quads_common.weight_units import Region, WeightUnits
+from quads_common.layer_weights import drop_open
+from quads_common.weight_units import WeightUnits
 
-__all__ = ["add_quantized_weight", "finish_loading", "load_themselves", "refuse_scale"]
+__all__ = ["LOAD_FORMATS", "finish_loading", "load_themselves", "report_and_drop"]
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures no logger but its own
 
@@ -61,55 +60,6 @@ class SelfLoadingInfo(LayerReloadingInfo):
         self.restore_metadata = ({}, {})
 
 
-def add_quantized_weight(
-    layer: nn.Module,
-    name: str,
-    shape: tuple[int, ...],
-    units: str,
-    parts: Sequence[str],
-    regions: Callable[[int], list[Region]],
-    rule: GlobalScaleRule,
-    layout: TileLayout | None = None,
-) -> WeightUnits:
-    """Register the packed tensors of a [U, N, K] (or [N, K]) weight and return their units.
-
-    Parameters: ``name`` uint8 [..., K/2], ``name_scale`` float8_e4m3fn [..., K/16] and
-    ``name_global_scale`` float32 [U]. units: name for messages. layout: their memory
-    order; None: canonical.
-    """
-    *lead, k = shape
-    check_block_aligned(k, units)
-    packed = nn.Parameter(torch.zeros((*lead, k // 2), dtype=torch.uint8), requires_grad=False)
-    scale_bytes = torch.zeros((*lead, k // BLOCK_SIZE), dtype=torch.uint8)
-    scale = nn.Parameter(scale_bytes.view(torch.float8_e4m3fn), requires_grad=False)
-    count = shape[0] if len(shape) == 3 else 1
-    global_scale = nn.Parameter(torch.ones(count, dtype=torch.float32), requires_grad=False)
-    layer.register_parameter(name, packed)
-    layer.register_parameter(f"{name}_scale", scale)
-    layer.register_parameter(f"{name}_global_scale", global_scale)
-    for parameter in (scale, global_scale):
-        parameter.weight_loader = refuse_scale
-    stacked = (count, *shape[-2:-1], -1)
-    return WeightUnits(
-        units,
-        parts,
-        packed.data.view(stacked),
-        scale.data.view(stacked),
-        global_scale.data,
-        regions,
-        rule,
-        layout,
-    )
-
-
-def refuse_scale(param: nn.Parameter, loaded_weight: torch.Tensor, *args, **kwargs) -> None:
-    """Loader of the scale parameters: no BF16 checkpoint holds them."""
-    raise ValueError(
-        "the checkpoint holds quantization scales: quads_nvfp4 quantizes BF16 checkpoints; serve a "
-        "quantized one without --quantization quads_nvfp4"
-    )
-
-
 def load_themselves(
     layer: nn.Module,
     all_units: Sequence[WeightUnits],
@@ -136,17 +86,7 @@ def report_and_drop(all_units: Sequence[WeightUnits]) -> list[str]:
     Raises:
         ValueError: weights with NaN or Inf, by name; after all units were dealt with.
     """
-    dropped, errors = [], []
-    for units in all_units:
-        try:
-            dropped += units.drop_open()
-        except ValueError as error:
-            errors.append(str(error))
-    for sentence in dropped:
-        logger.warning("Incomplete weight update: %s", sentence)
-    if errors:
-        raise ValueError("; ".join(errors))
-    return dropped
+    return drop_open(all_units, logger.warning)
 
 
 def finish_loading(

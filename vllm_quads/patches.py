@@ -28,6 +28,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
+from quads_common.layer_weights import mark_lost, raise_if_lost
 from quads_common.options import QUANT_METHOD, merge_options, read_environment_options
 from vllm_quads.config import (
     ADDITIONAL_CONFIG_KEY,
@@ -40,10 +41,8 @@ from vllm_quads.prefix_cache import reset_if_changed
 from vllm_quads.report import after_loading, quads_report
 from vllm_quads.selection import WORKER_METHODS
 from vllm_quads.sync import (
-    mark_lost,
     quads_end_sync,
     quads_fingerprints,
-    raise_if_lost,
     runtime_of,
 )
 
@@ -196,7 +195,7 @@ def _patch_worker_wrapper() -> None:
     @functools.wraps(original)
     def execute_model(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, _WEIGHTS_LOST, False):
-            raise_if_lost(self.worker.model_runner.get_model())
+            raise_if_lost(self.worker.model_runner.get_model(), "sleep level 2")
             setattr(self, _WEIGHTS_LOST, False)
         runtime = runtime_of(self)
         if runtime is None:

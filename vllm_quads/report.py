@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 
+from quads_common.layer_weights import weight_counts
 from vllm_quads.config import QuadsNvfp4Config
 
 __all__ = ["after_loading", "model_report", "quads_report"]
@@ -26,28 +26,12 @@ def quads_report(worker: Any) -> dict[str, Any]:
 
 def model_report(model: nn.Module, config: QuadsNvfp4Config) -> dict[str, Any]:
     """Counts of layers (linear layers and MoE blocks) and weight bytes of this rank."""
-    quantized = kept = bytes_before = bytes_after = 0
-    for module in model.modules():
-        units = getattr(module, "quads_units", None)
-        if units is not None:
-            quantized += 1
-            for unit in units:
-                elements = unit.packed.numel() * 2
-                bytes_before += elements * torch.bfloat16.itemsize
-                bytes_after += sum(
-                    t.nbytes for t in (unit.packed, unit.block_scale, unit.global_scale)
-                )
-        elif isinstance(module, LinearBase | RoutedExperts):
-            kept += 1
-    other = sum(p.nbytes for p in _unquantized_parameters(model))
+    counts = weight_counts(model, lambda module: isinstance(module, LinearBase | RoutedExperts))
     return {
         "method": config.options.preset,
         "act": config.options.act,
         "backend": config.backend,
-        "layers_quantized": quantized,
-        "layers_kept": kept,
-        "bytes_before": bytes_before + other,
-        "bytes_after": bytes_after + other,
+        **counts,
     }
 
 
@@ -88,14 +72,3 @@ def after_loading(worker: Any) -> None:
         before,
         after,
     )
-
-
-def _unquantized_parameters(model: nn.Module) -> list[nn.Parameter]:
-    packed = {
-        id(parameter)
-        for module in model.modules()
-        if hasattr(module, "quads_units")
-        for name, parameter in module.named_parameters(recurse=False)
-        if not name.endswith("bias")
-    }
-    return [p for p in model.parameters() if id(p) not in packed]

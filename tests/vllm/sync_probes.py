@@ -152,7 +152,7 @@ class SyncProbes(Probes):
 
     def lost(self, first: str) -> dict[str, Any]:
         """What sleep level 2 leaves: the model refuses to run until everything came again."""
-        from vllm_quads.sync import mark_lost
+        from quads_common.layer_weights import mark_lost
 
         wrapper = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
         items = list(weights_of(first).items())
@@ -188,12 +188,12 @@ class SyncProbes(Probes):
         }
 
     def _open(self) -> int:
-        from vllm_quads.sync import all_units
+        from quads_common.layer_weights import all_units
 
         return sum(len(u._open) for u in all_units(syncing.model_of(self.llm)))
 
     def _staged(self) -> int:
-        from vllm_quads.sync import all_units
+        from quads_common.layer_weights import all_units
 
         units = all_units(syncing.model_of(self.llm))
         return sum(opened.buffer.nbytes for u in units for opened in u._open.values())
