@@ -15,8 +15,9 @@ from quads_common.compensation.site import moe_sites
 from quads_common.layer_weights import add_quantized_weight
 from quads_common.ops import quads_moe
 from quads_common.options import QuadsOptions
+from quads_common.shards import ExpertShards
 from quads_common.weight_tiles import TileLayout
-from vllm_quads.experts import ExpertLoader, ExpertShards, check_sizes
+from vllm_quads.experts import NamedExpertLoader, expert_shards
 from vllm_quads.loading import finish_loading, load_themselves
 
 __all__ = ["QuadsMoEMethod"]
@@ -61,20 +62,17 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         **extra_weight_attrs,
     ) -> None:
         """Register w13 [E, 2I, H/2], w2 [E, H, I/2] and scales; E and I are this rank's."""
-        tp_size = self.moe.moe_parallel_config.tp_size
-        check_sizes(self.prefix, hidden_size, intermediate_size_per_partition, tp_size)
-        gated = self.activation.gated
         inner = intermediate_size_per_partition
         rule = self.options.global_scale_rule
-        shards = ExpertShards(self.prefix, layer.expert_map, self.moe, hidden_size, inner, gated)
+        shards = expert_shards(self.prefix, layer, hidden_size, inner, self.activation.gated)
         tiled = self._choose_backend(num_experts, hidden_size, inner)
         w13 = add_quantized_weight(
             layer,
             "w13_weight",
-            (num_experts, inner * (2 if gated else 1), hidden_size),
+            (num_experts, shards.w13_rows, hidden_size),
             f"{self.prefix}.w13",
-            ("w1", "w3") if gated else ("w1",),
-            shards.w13,
+            shards.w13_parts,
+            shards.w13_regions,
             rule,
             TileLayout(gate_up=True) if tiled else None,
         )
@@ -84,17 +82,17 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             (num_experts, hidden_size, inner),
             f"{self.prefix}.w2",
             ("w2",),
-            shards.w2,
+            shards.w2_regions,
             rule,
             TileLayout(gate_up=False) if tiled else None,
         )
-        loader = ExpertLoader(self.prefix, w13, w2, layer.expert_map_manager, self.moe)
+        loader = NamedExpertLoader(shards, w13, w2)
         if self.runtime is not None:
             self.inputs = self._compensate(layer, shards, self.runtime)
             loader.arriving = self.runtime.compensator.weights_arrive
             loader.columns = (self.inputs[0].columns, self.inputs[1].columns)
-        layer.w13_weight.weight_loader = loader.load
-        layer.w2_weight.weight_loader = loader.load
+        layer.w13_weight.weight_loader = loader.weight_loader
+        layer.w2_weight.weight_loader = loader.weight_loader
         layer.load_weights = loader.named(layer, layer.load_weights)
         load_themselves(layer, [w13, w2], self._on_boundary())
 
@@ -123,14 +121,13 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         self, layer: nn.Module, shards: ExpertShards, runtime: Runtime
     ) -> tuple[LayerInput, LayerInput]:
         parallel = self.moe.moe_parallel_config
-        experts = [shards.global_ids[local] for local in range(len(shards.global_ids))]
         sites = moe_sites(
             self.prefix,
             hidden=shards.hidden,
             inner=shards.inner,
             tp_size=parallel.tp_size,
             tp_rank=parallel.tp_rank,
-            experts=experts,
+            experts=list(shards.global_ids),
             num_experts=self.moe.num_experts,
         )
         first, second = (

@@ -19,7 +19,8 @@ from quads_common.format import BLOCK_SIZE
 from quads_common.layer_weights import add_quantized_weight
 from quads_common.ops import quads_linear
 from quads_common.options import QuadsOptions
-from quads_common.weight_units import Region, WeightUnits, check_incoming
+from quads_common.shards import LinearPart, linear_regions
+from quads_common.weight_units import WeightUnits, check_incoming
 from vllm_quads.loading import finish_loading, load_themselves
 
 __all__ = ["QuadsLinearMethod"]
@@ -72,9 +73,9 @@ class QuadsLinearMethod(LinearMethodBase):
         layer.logical_widths = output_partition_sizes
         layer.input_size_per_partition = input_size_per_partition
         layer.output_size_per_partition = sum(output_partition_sizes)
-        parts = _part_sizes(layer, output_size)
-        regions = _regions(
-            layer, self.members, parts, output_partition_sizes, input_size_per_partition, input_size
+        parts = _parts(layer, output_partition_sizes, output_size)
+        regions = linear_regions(
+            self.members, parts, input_size_per_partition, input_size, layer.tp_rank
         )
         units = add_quantized_weight(
             layer,
@@ -154,12 +155,14 @@ class QuadsLinearMethod(LinearMethodBase):
 class LinearLoader:
     """Takes full checkpoint tensors of a linear group; vLLM's own loader cuts this rank's shard.
 
-    parts: shard id as text -> rows of the full, unsharded part. input_size: full K.
+    parts: by shard id as text. input_size: full K.
     engine_loader: the layer's ``weight_loader``. arriving: called before each tensor. columns: see
     ``SiteColumns``.
     """
 
-    def __init__(self, units: WeightUnits, parts: dict[str, int], input_size: int, engine_loader):
+    def __init__(
+        self, units: WeightUnits, parts: dict[str, LinearPart], input_size: int, engine_loader
+    ):
         self.units = units
         self.parts = parts
         self.input_size = input_size
@@ -173,7 +176,7 @@ class LinearLoader:
         source = self.units.name
         if parts != list(self.parts):
             source += f" ({', '.join(parts)})"
-        rows = sum(self.parts[part] for part in parts)
+        rows = sum(self.parts[part].full_rows for part in parts)
         check_incoming(loaded_weight, (rows, self.input_size), source)
         if self.arriving is not None:
             self.arriving()
@@ -193,38 +196,22 @@ class LinearLoader:
         return [str(i) for i in ids]
 
 
-def _part_sizes(layer: nn.Module, output_size: int) -> dict[str, int]:
-    """Shard id of vLLM's loaders (as text) -> rows in the checkpoint, in order."""
+def _parts(layer: nn.Module, partition_sizes: list[int], output_size: int) -> dict[str, LinearPart]:
+    """Parts by the shard id of vLLM's loaders (as text), in order; what this rank holds of each."""
+    rank = layer.tp_rank
     if isinstance(layer, QKVParallelLinear):
         value_size = getattr(layer, "v_head_size", layer.head_size)
+        kv_rank = rank // layer.num_kv_head_replicas  # several ranks may hold the same heads
+        sizes = (
+            (layer.total_num_heads * layer.head_size, rank),
+            (layer.total_num_kv_heads * layer.head_size, kv_rank),
+            (layer.total_num_kv_heads * value_size, kv_rank),
+        )
         return {
-            "q": layer.total_num_heads * layer.head_size,
-            "k": layer.total_num_kv_heads * layer.head_size,
-            "v": layer.total_num_kv_heads * value_size,
+            part: LinearPart(rows, full, part_rank)
+            for part, rows, (full, part_rank) in zip("qkv", partition_sizes, sizes, strict=True)
         }
     if isinstance(layer, MergedColumnParallelLinear) and not isinstance(layer, RowParallelLinear):
-        return {str(i): size for i, size in enumerate(layer.output_sizes)}
-    return {"weight": output_size}
-
-
-def _regions(
-    layer: nn.Module,
-    members: list[str],
-    parts: dict[str, int],
-    partition_sizes: list[int],
-    k: int,
-    full_k: int,
-) -> list[Region]:
-    """This rank's rows and columns of each member, from the sizes vLLM gave the layer."""
-    if len(members) != len(parts):  # fused in the checkpoint already, or not fused at all
-        parts, partition_sizes = {"weight": sum(parts.values())}, [sum(partition_sizes)]
-    regions, first_row = [], 0
-    k_offset = layer.tp_rank * k if k < full_k else 0
-    for name, (part, full_rows), rows in zip(members, parts.items(), partition_sizes, strict=True):
-        rank = layer.tp_rank
-        if part in ("k", "v"):  # fewer heads than ranks: several ranks hold the same ones
-            rank //= layer.num_kv_head_replicas
-        row_offset = rank * rows if rows < full_rows else 0
-        regions.append(Region(name, first_row, rows, row_offset, k_offset, (full_rows, full_k)))
-        first_row += rows
-    return regions
+        pairs = zip(partition_sizes, layer.output_sizes, strict=True)
+        return {str(i): LinearPart(rows, full, rank) for i, (rows, full) in enumerate(pairs)}
+    return {"weight": LinearPart(sum(partition_sizes), output_size, rank)}

@@ -5,11 +5,12 @@ all of them.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from quads_common.compensation.columns import SiteColumns
 from quads_common.format import BLOCK_SIZE
 from quads_common.weight_parts import Piece, Region, check_incoming
 from quads_common.weight_units import WeightUnits
@@ -171,7 +172,8 @@ class ExpertShards:
 class ExpertLoader:
     """Takes full expert matrices or [E, N, K] stacks; writes this rank's share to the units.
 
-    Safe to call from several threads.
+    Safe to call from several threads. arriving: called before each tensor that this rank takes.
+    columns: of w13 and w2, see ``SiteColumns``.
     """
 
     def __init__(self, shards: ExpertShards, w13: WeightUnits, w2: WeightUnits) -> None:
@@ -187,6 +189,8 @@ class ExpertLoader:
             "w3": (up, Piece(inner, first_row=inner, row_offset=start)),
             "w2": ((hidden, shards.full_inner), Piece(hidden, k_offset=start)),
         }
+        self.arriving: Callable[[], object] | None = None
+        self.columns: tuple[SiteColumns | None, SiteColumns | None] = (None, None)
         self.calls = 0
         self._lock = threading.Lock()
 
@@ -202,7 +206,14 @@ class ExpertLoader:
                 return False
             full, piece = self.pieces[shard_id]
             check_incoming(matrix, full, source)
-            (self.w2 if shard_id == "w2" else self.w13).load(unit, shard_id, matrix, source, piece)
+            if self.arriving is not None:
+                self.arriving()
+            units = self.w2 if shard_id == "w2" else self.w13
+            columns = self.columns[units is self.w2]
+            if columns is None:
+                units.load(unit, shard_id, matrix, source, piece)
+            else:
+                columns.load(units, unit, shard_id, matrix, source, piece)
         return True
 
     def load_stack(self, stack: torch.Tensor, shard_id: str, source: str) -> None:

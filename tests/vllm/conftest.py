@@ -1,17 +1,17 @@
 """The committed model, its variants, and one engine per configuration for the whole run."""
 
 import importlib.util
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoints import ARITH_MOE, changed, small_dense
+
 pytest.importorskip("vllm", reason="the vLLM environment has vllm")
 
 ROOT = Path(__file__).parents[2]
-ARITH_MOE = ROOT / "examples/models/arith-moe"
 
 
 @pytest.fixture(scope="session")
@@ -28,24 +28,6 @@ def checkpoint(arith_moe):
     return load_file(arith_moe / "model.safetensors")
 
 
-def changed(source: Path, target: Path, seed: int) -> Path:
-    """A second checkpoint: experts and linears three times as large, everything a little other."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(source, target, dirs_exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        values = tensor.float()
-        if name.endswith("_proj.weight"):  # so that global scales move too
-            values = values * 3
-        noise = torch.randn(values.shape, generator=generator)
-        weights[name] = (values * (1 + 0.01 * noise)).to(tensor.dtype)
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    return target
-
-
 @pytest.fixture(scope="session")
 def second_checkpoint(arith_moe, tmp_path_factory) -> Path:
     """Other weights for the same model."""
@@ -53,31 +35,9 @@ def second_checkpoint(arith_moe, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def dense(arith_moe, tmp_path_factory) -> Path:
+def dense(tmp_path_factory) -> Path:
     """A small random dense Qwen3 with the same tokenizer."""
-    import torch
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
-
-    target = tmp_path_factory.mktemp("dense")
-    tokenizer = AutoTokenizer.from_pretrained(arith_moe)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    return target
+    return small_dense(tmp_path_factory.mktemp("dense"))
 
 
 @pytest.fixture(scope="session")
