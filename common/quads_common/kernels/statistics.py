@@ -7,7 +7,6 @@ in the spare bits of a counter.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -53,7 +52,7 @@ def _launch(inputs: list[StagedInput], offered: int) -> None:
     if rows == 0 or groups == 0:
         return
     device = first.rows.device
-    table = _table(tuple(_addresses(staged) for staged in inputs), device)
+    table = _table(inputs, device)
     found = torch.empty((3, len(inputs), rows), dtype=torch.int32, device=device)
     channels = first.served.channels
     blocks = triton.next_power_of_2(width // 16)
@@ -99,13 +98,14 @@ def _addresses(staged: StagedInput) -> tuple[int, ...]:
     return tuple(t.data_ptr() for t in tensors)
 
 
-@lru_cache(maxsize=16)
-def _table(addresses: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
-    """On the device; buffers keep their addresses, so this is copied once."""
-    odd = [a for line in addresses for a in line if a % 16]
+def _table(inputs: list[StagedInput], device: torch.device) -> torch.Tensor:
+    """On the device. Made anew each time: memory of an engine may be discarded while it sleeps."""
+    lines = [_addresses(staged) for staged in inputs]
+    odd = [address for line in lines for address in line if address % 16]
     if odd:
         raise ValueError(f"buffers must lie at multiples of 16 bytes, one is at {odd[0]:#x}")
-    return torch.tensor(addresses, dtype=torch.int64).to(device)
+    on_host = torch.tensor(lines, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
 
 
 def _check(staged: StagedInput) -> None:
