@@ -23,6 +23,7 @@ from tests.vllm.engine import run_engine
 RATIOS = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
 STATISTICS = ("residual", "variance")
 COUNTED = {"sampling_rate": 1, "min_tokens": 32}
+MOST_TOKENS = 256  # of a forward, so that every one is counted
 SPLICE = {"splice_count_w13": 16, "splice_count_w2": 16}
 CALIBRATION = 400
 BOOTSTRAP = 500
@@ -69,7 +70,7 @@ def measure(
         how = {} if options is None else {"quantization": "quads_nvfp4"}
         if options is not None:
             how["additional_config"] = {"quads": options}
-        return run_engine(folder / name, model, probes, **how)
+        return run_engine(folder / name, model, probes, max_num_batched_tokens=MOST_TOKENS, **how)
 
     ratios: list[tuple[str, str, list]] = [("counted", "count", [calibration])]
     for statistic in STATISTICS:

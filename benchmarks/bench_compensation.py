@@ -11,6 +11,7 @@ follow. ``tests/gpu/check_compensation_kernels.py`` compares results with the to
 
 import functools
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from benchmarks.timing import graph_time
 from quads_common.activation import Activation
 from quads_common.compensation.moe import Gathering
 from quads_common.compensation.operands import InputCompensation, gather_columns
+from quads_common.compensation.sampling import most_samples
+from quads_common.compensation.staging import StagedInput, Staging, new_staging
 from quads_common.compensation.statistics import new_statistics
 from quads_common.kernels.compensated import (
     fused_moe_compensated_hopper,
@@ -31,11 +34,12 @@ from quads_common.kernels.compensated_rows import compensate_rows
 from quads_common.kernels.moe import DOWN, GATE_UP, fused_moe_hopper, fused_moe_triton
 from quads_common.kernels.route import Routes
 from quads_common.kernels.rows import quantize_rows
-from quads_common.kernels.statistics import observe_triton
+from quads_common.kernels.statistics import count_staged_triton
 
 SHAPE = "qwen3-30b-a3b"
 TOKENS = (1, 4, 16, 64, 128, 256, 4096)
 PERIOD = 64
+PLACES = most_samples(8192, PERIOD)
 
 
 @dataclass(frozen=True)
@@ -101,13 +105,14 @@ def lists_of(layer: Layer, variant: Variant) -> tuple[InputCompensation, InputCo
 def call_of(variant: Variant, layers: list[Layer]) -> Call:
     """The layer with this variant's lists, which differ from layer to layer."""
     lists = {id(layer): lists_of(layer, variant) for layer in layers}
-    statistics = {id(layer): statistics_of(layer) for layer in layers}
+    staged = {id(layer): staged_of(layer) for layer in layers} if variant.observed else {}
 
     def call(layer: Layer, r: Routing) -> torch.Tensor:
         first, second = lists[id(layer)]
         gathering = None
         if variant.observed:
-            gathering = Gathering(*statistics[id(layer)], PERIOD, all_real(r.x.shape[0]))
+            sample_map = sampled(r.x.shape[0])
+            gathering = Gathering(*(Staging(sample_map, *b) for b in staged[id(layer)]))
         run = fused_moe_compensated_triton
         weights = layer.w13, layer.w2
         if variant.hopper:
@@ -121,18 +126,19 @@ def call_of(variant: Variant, layers: list[Layer]) -> Call:
 
 
 @functools.cache
-def all_real(tokens: int) -> torch.Tensor:
-    return torch.ones(tokens, dtype=torch.bool, device="cuda")
+def sampled(tokens: int) -> torch.Tensor:
+    """One of PERIOD tokens, the first at least, so more often than at decode."""
+    sample_map = torch.full((tokens,), -1, dtype=torch.int32)
+    rows = range(0, tokens, PERIOD)
+    sample_map[list(rows)] = torch.arange(len(rows), dtype=torch.int32)
+    return sample_map.cuda()
 
 
-def statistics_of(layer: Layer):
-    both = (
-        new_statistics(1, layer.w13.shape[2], device="cuda"),
-        new_statistics(layer.experts, layer.w2.shape[2], device="cuda"),
-    )
-    for stats in both:
-        stats.enabled.fill_(True)
-    return both
+def staged_of(layer: Layer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Buffers of both inputs, as an engine has them."""
+    top_k = SHAPES[SHAPE][3]
+    sizes = ((1, layer.w13.shape[2]), (top_k, layer.w2.shape[2]))
+    return [new_staging(PLACES, k, width, torch.bfloat16, "cuda") for k, width in sizes]
 
 
 def plain(layer: Layer, r: Routing) -> torch.Tensor:
@@ -161,7 +167,7 @@ def warm(name: str) -> None:
         call(layers[0], make_routings(SHAPE, tokens)[0])
     if name == "plain":
         rows_table(layers)
-        observe_table(layers)
+        count_table()
     torch.cuda.synchronize()
 
 
@@ -172,7 +178,7 @@ def timing() -> bool:
     ok = table("hopper", plain_hopper, HOPPER_VARIANTS, layers)
     ok &= table("triton", plain, VARIANTS, layers)
     rows_table(layers, timed=True)
-    observe_table(layers, timed=True)
+    count_table(timed=True)
     return ok
 
 
@@ -233,38 +239,44 @@ def rows_table(layers: list[Layer], timed: bool = False) -> None:
             print(f"{what:>4} {tokens:10} ", *row, flush=True)
 
 
-def observe_table(layers: list[Layer], timed: bool = False) -> None:
-    """Statistics alone, one launch after the other; enabled, and switched off."""
+def count_table(timed: bool = False) -> None:
+    """Counting what waits in all places of both inputs of some layers, of which lists differ."""
     hidden, inner, experts, top_k = SHAPES[SHAPE]
-    lists = lists_of(layers[0], VARIANTS["splice+RAC"])
-    for tokens in (1, 32, 128, 256, 4096):
-        x = torch.randn((tokens, hidden), device="cuda", dtype=torch.bfloat16)
-        y = torch.randn((tokens * top_k, 2 * inner), device="cuda", dtype=torch.bfloat16)
-        scores = torch.rand((tokens, experts), device="cuda")
-        routes = Routes(scores.topk(top_k, dim=1).indices.int(), None, experts)
-        mask = all_real(tokens)
-        stats = [statistics_of(layer) for layer in layers]
-        first = [
-            functools.partial(observe_triton, s[0], x, lists[0], PERIOD, row_mask=mask)
-            for s in stats
-        ]
-        options: dict = {"row_mask": mask, "routes": routes, "activation": Activation()}
-        second = [
-            functools.partial(observe_triton, s[1], y, lists[1], PERIOD, **options) for s in stats
-        ]
-        if not timed:
-            first[0](), second[0]()
-            continue
-        on = graph_time(first), graph_time(second)
-        for both in stats:
-            for s in both:
-                s.enabled.fill_(False)
-        off = graph_time(first), graph_time(second)
-        print(
-            f"observe, {tokens} tokens: w13 {on[0]:.2f} w2 {on[1]:.2f} us; "
-            f"switched off {off[0]:.2f} {off[1]:.2f}",
-            flush=True,
-        )
+    for layers, channels in ((8, (0, 0)), (48, (0, 0)), (48, SPLICE)):
+        inputs, groups = [], []
+        for _ in range(layers):
+            for width, lists, slots, k in (
+                (hidden, 1, channels[0], 1),
+                (inner, experts, channels[1], top_k),
+            ):
+                served = InputCompensation()
+                if slots:
+                    order = torch.rand((lists, width), device="cuda").argsort(dim=1)
+                    served = InputCompensation(channels=order[:, :slots].int())
+                rows, empty = new_staging(PLACES, k, width, torch.bfloat16, "cuda")
+                stats = new_statistics(lists, width, device="cuda")
+                inputs.append(StagedInput(stats, served, rows.normal_(), empty))
+                groups.append(torch.randint_like(empty, lists))
+        times = []
+        for _ in range(12 if timed else 1):
+            for staged, full in zip(inputs, groups, strict=True):
+                staged.groups.copy_(full)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            before = time.perf_counter()
+            start.record()
+            count_staged_triton(inputs, PERIOD * PLACES)
+            end.record()
+            host = time.perf_counter() - before
+            end.synchronize()
+            times.append((start.elapsed_time(end) * 1000, host * 1e6))
+        if timed:
+            on_gpu, on_host = (sorted(t[i] for t in times)[len(times) // 2] for i in (0, 1))
+            print(
+                f"count {PLACES} tokens, {layers} layers, splice {channels}: {on_gpu:.0f} us, "
+                f"{on_host:.0f} us on the host; once in {PERIOD * PLACES} tokens",
+                flush=True,
+            )
 
 
 WARM = [f"{b}:{n}" for b, names in (("hopper", HOPPER_VARIANTS), ("triton", VARIANTS))

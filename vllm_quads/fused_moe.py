@@ -88,7 +88,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         )
         loader = NamedExpertLoader(shards, w13, w2)
         if self.runtime is not None:
-            self.inputs = self._compensate(layer, shards, self.runtime)
+            self.inputs = self._compensate(layer, shards, self.runtime, params_dtype)
             loader.arriving = self.runtime.compensator.weights_arrive
             loader.columns = (self.inputs[0].columns, self.inputs[1].columns)
         layer.w13_weight.weight_loader = loader.weight_loader
@@ -118,7 +118,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         return chosen == "hopper"
 
     def _compensate(
-        self, layer: nn.Module, shards: ExpertShards, runtime: Runtime
+        self, layer: nn.Module, shards: ExpertShards, runtime: Runtime, dtype: torch.dtype
     ) -> tuple[LayerInput, LayerInput]:
         parallel = self.moe.moe_parallel_config
         sites = moe_sites(
@@ -137,9 +137,16 @@ class QuadsMoEMethod(FusedMoEMethodBase):
                 runtime,
                 units=weight.shape[0],
                 rows=weight.shape[1],
+                dtype=dtype,
                 device=weight.device,
+                top_k=top_k,
             )
-            for site, weight in zip(sites, (layer.w13_weight, layer.w2_weight), strict=True)
+            for site, weight, top_k in zip(
+                sites,
+                (layer.w13_weight, layer.w2_weight),
+                (1, self.moe.experts_per_token),
+                strict=True,
+            )
         )
         return first, second
 
@@ -214,8 +221,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             *first.selection(layer),
             *second.selection(layer),
             first.alpha,
-            first.statistics(layer) + second.statistics(layer),
-            first.period,
-            first.real_rows(layer, x.shape[0]),
+            first.sample_map(layer, x.shape[0]),
+            first.staged(layer) + second.staged(layer),
             form_backend(self.backend, self.options.compensation.exact),
         )

@@ -99,6 +99,7 @@ class QuadsLinearMethod(LinearMethodBase):
                 self.runtime,
                 units=1,
                 rows=sum(output_partition_sizes),
+                dtype=params_dtype,
                 device=layer.weight.device,
                 counted=self.prefix.rpartition(".")[2] not in ROWS_ARE_NO_TOKENS,
             )
@@ -145,9 +146,8 @@ class QuadsLinearMethod(LinearMethodBase):
             channels,
             None if columns is None else columns[0],
             given.alpha,
-            given.statistics(layer),
-            given.period if countable else 0,
-            given.real_rows(layer, x.shape[0]) if countable else None,
+            given.sample_map(layer, x.shape[0]) if countable else None,
+            given.staged(layer),
             form_backend(self.backend, self.options.compensation.exact),
         )
 

@@ -11,8 +11,8 @@
    them, and where they changed a selection the prefix cache holds results of another model.
 4. ``WorkerWrapperBase.execute_model``, ``.sleep``, ``.wake_up``: after sleep level 2 the weights
    are gone, and a model must not run on what lies in their place; and the scheduler's count of
-   tokens says which rows statistics may count. Every executor but Ray's compiled graphs runs models
-   through this class.
+   tokens says which rows statistics may count; those that wait are counted before sleep. Every
+   executor but Ray's compiled graphs runs models through this class.
 5. ``WorkerWrapperBase.load_model``: says what was quantized, and refuses to serve if nothing was.
 6. ``WorkerWrapperBase.reload_weights``: refuses kernel-format tensors, which vLLM would cast into
    packed codes.
@@ -201,14 +201,17 @@ def _patch_worker_wrapper() -> None:
         if runtime is None:
             return original(self, *args, **kwargs)
         scheduled = args[0] if args else kwargs["scheduler_output"]
-        counting = runtime.begin(scheduled.total_num_scheduled_tokens)
+        sampled = runtime.begin(scheduled.total_num_scheduled_tokens)
         try:
             return original(self, *args, **kwargs)
         finally:
-            if counting:
+            if sampled:
                 runtime.end()
 
     def sleep(self: WorkerWrapperBase, level: int = 1) -> None:
+        runtime = runtime_of(self.worker)
+        if runtime is not None:
+            runtime.count_staged()
         self.worker.sleep(level=level)
         quantized = self.worker.vllm_config.model_config.quantization == QUANT_METHOD
         if level == 2 and quantized and self.worker.device.type != "cpu":  # a CPU never sleeps

@@ -2,9 +2,10 @@
 
 import torch
 
-from quads_common.compensation import CompensationOptions, Site, new_site_state
+from quads_common.compensation import CompensationOptions, Site
 from quads_common.compensation.observe import observe
 from quads_common.compensation.refresh import SiteState
+from quads_common.compensation.sampling import sampled_rows
 from tests.common.samples import normal
 
 K, EXPERTS = 128, 3
@@ -17,18 +18,12 @@ def options(**changes) -> CompensationOptions:
     return CompensationOptions(**{**defaults, "min_tokens": 8, "sampling_rate": 1.0, **changes})
 
 
-def new(site: Site, chosen: CompensationOptions) -> SiteState:
-    state = new_site_state(site, chosen)
-    state.statistics.enabled.fill_(True)
-    return state
-
-
 def feed(state: SiteState, x, chosen: CompensationOptions, expert: int | None = None) -> None:
     served = state.selection.compensation(chosen, state.site.kind)
-    ids = None
-    if expert is not None:
-        x, ids = x.unsqueeze(1), torch.full((len(x), 1), expert)
-    observe(state.statistics, x, served, chosen.sampling_period, expert_ids=ids)
+    offered = state.statistics.offered
+    rows = sampled_rows(int(offered), len(x), chosen.sampling_period, len(x))
+    observe(state.statistics, x[rows], served, torch.full((len(rows),), expert or 0))
+    offered.add_(len(x))
 
 
 def rows_with(hot: list[int], rows: int, seed: int) -> torch.Tensor:

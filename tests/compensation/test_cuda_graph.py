@@ -1,17 +1,17 @@
-"""Gathering inside a CUDA graph: padding, the switch, refreshes without a new capture."""
+"""Keeping rows inside a CUDA graph: padding, places, refreshes without a new capture."""
 
 import pytest
 import torch
 
-from quads_common.compensation import CompensationOptions, Site, new_site_state, refresh
-from quads_common.compensation.observe import observe
+from quads_common.compensation import CompensationOptions, Site, Staging, new_site_state, refresh
+from quads_common.compensation.staging import StagedInput, count_staged, new_staging, stage
 from tests.common.samples import normal
 
 pytestmark = pytest.mark.gpu
 
-HIDDEN, INNER, EXPERTS, TOP_K, ROWS = 256, 96, 8, 2, 8
+HIDDEN, INNER, EXPERTS, TOP_K, ROWS, PLACES = 256, 96, 8, 2, 8, 6
 OPTIONS = CompensationOptions.from_preset(
-    "quads_splice", {"min_tokens": 16, "sampling_rate": 0.5, "splice_count_w13": 16}
+    "quads_splice", {"min_tokens": 16, "splice_count_w13": 16}
 )
 SITES = (
     Site("w13", "w13", HIDDEN, HIDDEN),
@@ -19,62 +19,92 @@ SITES = (
 )
 
 
-def observe_all(states, x, inner, ids, mask) -> None:
-    for state, rows, experts in zip(states, (x, inner), (None, ids), strict=True):
-        lists = state.selection.compensation(OPTIONS, state.site.kind)
-        period = OPTIONS.sampling_period
-        observe(state.statistics, rows, lists, period, row_mask=mask, expert_ids=experts)
+class Layer:
+    """Both inputs of a MoE layer, their states and the rows that wait."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.states = [new_site_state(site, OPTIONS, device) for site in SITES]
+        self.sample_map = torch.full((ROWS,), -1, dtype=torch.int32, device=device)
+        self.inputs = [
+            StagedInput(
+                state.statistics,
+                state.selection.compensation(OPTIONS, state.site.kind),
+                *new_staging(PLACES, k, state.site.width, torch.bfloat16, device),
+            )
+            for state, k in zip(self.states, (1, TOP_K), strict=True)
+        ]
+
+    def stage(self, x, inner, ids) -> None:
+        for staged, rows, experts in zip(self.inputs, (x, inner), (None, ids), strict=True):
+            stage(Staging(self.sample_map, staged.rows, staged.groups), rows, experts)
+
+    def count(self, offered: int, triton: bool) -> None:
+        if triton:
+            from quads_common.kernels.statistics import count_staged_triton
+
+            count_staged_triton(self.inputs, offered)
+        else:
+            count_staged(self.inputs, offered)
 
 
 def batch(step: int, real: int):
-    """Rows of which the last are padding, poisoned."""
+    """Rows of which the last are padding, poisoned; and the map of a forward."""
     x, inner = normal(ROWS, HIDDEN, seed=step), normal(ROWS, TOP_K, INNER, seed=99 + step)
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, EXPERTS, (ROWS, TOP_K), generator=generator)
-    mask = torch.arange(ROWS) < real
     x[real:], inner[real:] = 1e4, 1e4
-    return x, inner, ids, mask
+    sample_map = torch.full((ROWS,), -1, dtype=torch.int32)
+    chosen = range(step % 2, real, 2)
+    sample_map[list(chosen)] = torch.arange(len(chosen), dtype=torch.int32)
+    return (x, inner, ids), sample_map
 
 
 class Captured:
-    """A graph of ``observe_all`` with static inputs."""
+    """A graph of ``Layer.stage`` with static inputs."""
 
-    def __init__(self, states) -> None:
-        self.inputs = [t.cuda() for t in batch(0, ROWS)]
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        self.inputs = [t.cuda() for t in batch(0, ROWS)[0]]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            observe_all(states, *self.inputs)
+            layer.stage(*self.inputs)
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            observe_all(states, *self.inputs)
+            layer.stage(*self.inputs)
 
-    def replay(self, inputs) -> None:
+    def replay(self, inputs, sample_map=None) -> None:
         for static, new in zip(self.inputs, inputs, strict=True):
             static.copy_(new)
+        if sample_map is not None:
+            self.layer.sample_map.copy_(sample_map)
         self.graph.replay()
+        self.layer.sample_map.fill_(-1)
 
 
-def test_a_graph_gathers_what_eager_code_on_the_cpu_gathers():
-    eager = [new_site_state(site, OPTIONS) for site in SITES]
-    states = [new_site_state(site, OPTIONS, "cuda") for site in SITES]
-    captured = Captured(states)
-    captured.replay(batch(1, ROWS))
-    assert all(s.statistics.offered.item() == 0 for s in states), "warm-up counted"
-    for state in (*eager, *states):
-        state.statistics.enabled.fill_(True)
+@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
+def test_a_graph_gathers_what_eager_code_on_the_cpu_gathers(triton):
+    eager, layer = Layer(), Layer("cuda")
+    captured = Captured(layer)
+    captured.replay(batch(1, ROWS)[0])
+    assert all(bool((s.groups == -1).all()) for s in layer.inputs), "warm-up kept rows"
     for step in range(60):
-        inputs = batch(step, 1 + step % ROWS)
-        captured.replay(inputs)
-        observe_all(eager, *inputs)
+        real = 1 + step % ROWS
+        inputs, sample_map = batch(step, real)
+        captured.replay(inputs, sample_map)
+        eager.sample_map.copy_(sample_map)
+        eager.stage(*inputs)
+        layer.count(real, triton)
+        eager.count(real, False)
         if step % 20 == 19:
-            compare(states, eager)
-            refresh(states, OPTIONS)
-            refresh(eager, OPTIONS)
-            compare(states, eager)
-    assert states[0].selection.channels.ge(0).all()
-    assert states[0].statistics.offered.item() == sum(1 + step % ROWS for step in range(60))
+            compare(layer.states, eager.states)
+            refresh(layer.states, OPTIONS)
+            refresh(eager.states, OPTIONS)
+            compare(layer.states, eager.states)
+    assert layer.states[0].selection.channels.ge(0).all()
+    offered = layer.states[0].statistics.offered.item()
+    assert offered == sum(1 + step % ROWS for step in range(60))
 
 
 def compare(states, eager) -> None:
@@ -85,15 +115,15 @@ def compare(states, eager) -> None:
             )
 
 
-def test_replays_are_deterministic():
+@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
+def test_replays_are_deterministic(triton):
     runs = []
     for _ in range(2):
-        states = [new_site_state(site, OPTIONS, "cuda") for site in SITES]
-        captured = Captured(states)
-        for state in states:
-            state.statistics.enabled.fill_(True)
+        layer = Layer("cuda")
+        captured = Captured(layer)
         for step in range(40):
-            captured.replay(batch(step, 5))
-        runs.append([t.cpu() for state in states for t in state.buffers().values()])
+            captured.replay(*batch(step, 5))
+            layer.count(5, triton)
+        runs.append([t.cpu() for state in layer.states for t in state.buffers().values()])
     for first, second in zip(*runs, strict=True):
         assert torch.equal(first, second)

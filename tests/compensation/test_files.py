@@ -24,7 +24,7 @@ from tests.common.samples import normal
 HIDDEN, INNER, EXPERTS = 64, 96, 4
 OPTIONS = CompensationOptions.from_preset(
     "quads_splice",
-    {"min_tokens": 8, "sampling_rate": 1.0, "splice_count_w13": 16, "splice_count_w2": 32},
+    {"min_tokens": 8, "splice_count_w13": 16, "splice_count_w2": 32},
 )
 
 
@@ -37,10 +37,7 @@ def sites(tp: int = 1, rank: int = 0, experts: tuple[int, ...] = tuple(range(EXP
 
 
 def empty(**where):
-    states = [new_site_state(site, OPTIONS) for site in sites(**where)]
-    for state in states:
-        state.statistics.enabled.fill_(True)
-    return states
+    return [new_site_state(site, OPTIONS) for site in sites(**where)]
 
 
 def served(**where):
@@ -53,15 +50,15 @@ def served(**where):
         for state in states:
             site, lists = state.site, state.selection.compensation(OPTIONS, state.site.kind)
             if site.kind == "w13":
-                observe(state.statistics, hidden, lists, 1)
+                observe(state.statistics, hidden, lists)
                 continue
             local = torch.full((EXPERTS,), -1)
             local[list(site.groups)] = torch.arange(len(site.groups))
             x = inner[..., site.offset : site.offset + site.width]
-            observe(state.statistics, x, lists, 1, expert_ids=local[ids])
+            observe(state.statistics, x.flatten(0, 1), lists, local[ids].flatten())
         refresh(states, OPTIONS)
     lists = states[0].selection.compensation(OPTIONS, "w13")
-    observe(states[0].statistics, hidden[:5], lists, 1)  # rows that wait
+    observe(states[0].statistics, hidden[:5], lists)  # rows that wait
     return states
 
 
@@ -121,15 +118,6 @@ def test_ids_in_the_file_are_global(tmp_path):
     assert torch.equal(blocks[:, 3:], torch.where(local < 0, local, local + 3))
     mean = saved.tensors["layers.0.w2/statistics_mean"]
     assert mean.shape == (EXPERTS, INNER)
-
-
-def test_the_switch_is_not_restored(tmp_path):
-    saved = written(tmp_path / "s.safetensors", [served()])
-    fresh = empty()
-    for state in fresh:
-        state.statistics.enabled.fill_(False)
-    restore(saved, fresh, tp_size=1, options=OPTIONS)
-    assert not any(state.statistics.enabled for state in fresh)
 
 
 def changed(options=None, **sites_changes):

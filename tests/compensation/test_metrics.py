@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quads_common import fake_quantize
-from quads_common.compensation import Site, refresh
+from quads_common.compensation import Site, new_site_state, refresh
 from quads_common.compensation.metrics import refresh_summary
 from tests.common.samples import normal
 from tests.compensation.cases import with_outliers
@@ -18,7 +18,6 @@ from tests.compensation.serving import (
     W13,
     K,
     feed,
-    new,
     options,
     rows_with,
 )
@@ -26,7 +25,7 @@ from tests.compensation.serving import (
 
 def test_without_new_rows_a_refresh_changes_nothing():
     chosen = options()
-    state = new(W13, chosen)
+    state = new_site_state(W13, chosen)
     feed(state, rows_with(PLANTED, 20, 0), chosen)
     refresh([state], chosen)
     digest = state.selection.checksum()
@@ -38,7 +37,7 @@ def test_without_new_rows_a_refresh_changes_nothing():
 
 def test_metrics():
     chosen = options(splice_count_w13=0, rac_ratio=0.25)
-    state = new(W13, chosen)
+    state = new_site_state(W13, chosen)
     x = with_outliers(64, K, [3, 70])
     feed(state, x, chosen)
     (first,) = refresh([state], chosen)
@@ -66,22 +65,25 @@ def test_metrics():
 def test_underflow_share_counts_lost_residuals_of_selected_blocks():
     """Blocks 1 to 7 of a row with a huge maximum lie below the residual's reach."""
     chosen = options(splice_count_w13=0, rac_ratio=1.0)
-    state = new(W13, chosen)
+    state = new_site_state(W13, chosen)
     x = normal(32, K) * 0.25
     x[:, 3] = 1e5
     feed(state, x, chosen)
     lost = state.statistics.underflows[0] / 32
     (found,) = refresh([state], chosen)
     assert 0.5 < found.rac_scale_underflow_share == pytest.approx(float(lost.mean()))
-    calm = new(W13, chosen)
+    calm = new_site_state(W13, chosen)
     feed(calm, normal(32, K), chosen)
     assert refresh([calm], chosen)[0].rac_scale_underflow_share == 0
 
 
 def test_adaptive_moves_blocks_between_layers_of_a_kind():
     chosen = options(adaptive=True, splice_count_w13=0, splice_count_w2=0)
-    quiet, loud = new(Site("a", "w13", K, K), chosen), new(Site("b", "w13", K, K), chosen)
-    other, waiting = new(W2, chosen), new(Site("c", "w13", K, K), chosen)
+    quiet, loud = (
+        new_site_state(Site("a", "w13", K, K), chosen),
+        new_site_state(Site("b", "w13", K, K), chosen),
+    )
+    other, waiting = new_site_state(W2, chosen), new_site_state(Site("c", "w13", K, K), chosen)
     feed(quiet, normal(32, K), chosen)
     feed(loud, normal(32, K) * 10, chosen)
     for expert in range(EXPERTS):
@@ -95,7 +97,7 @@ def test_adaptive_moves_blocks_between_layers_of_a_kind():
 def test_adaptive_looks_at_lists_that_are_ready():
     """An expert without rows does not make its layer look quiet."""
     chosen = options(adaptive=True, splice_count_w13=0, splice_count_w2=0)
-    few, all_of_them = (new(dataclasses.replace(W2, name=name), chosen) for name in "ab")
+    few, all_of_them = (new_site_state(dataclasses.replace(W2, name=name), chosen) for name in "ab")
     feed(few, normal(32, K) * 1.5, chosen, 0)
     for expert in range(EXPERTS):
         feed(all_of_them, normal(32, K), chosen, expert)

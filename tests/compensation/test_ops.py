@@ -8,10 +8,10 @@ from quads_common.compensation import (
     CompensationOptions,
     Gathering,
     Site,
+    Staging,
     fused_moe_compensated,
     linear_compensated,
     new_site_state,
-    refresh,
 )
 from quads_common.compensation.ops import (
     can_compensate,
@@ -19,98 +19,113 @@ from quads_common.compensation.ops import (
     quads_linear_compensated,
     quads_moe_compensated,
 )
+from quads_common.compensation.staging import new_staging
 from tests.common.bits import assert_same_bits
 from tests.common.moe_layer import routing
 from tests.common.samples import normal
 
 HIDDEN, INNER, EXPERTS = 64, 48, 4
-OPTIONS = CompensationOptions.from_preset(
-    "quads_splice", {"min_tokens": 4, "sampling_rate": 0.5, "splice_count_linear": 16}
-)
+OPTIONS = CompensationOptions.from_preset("quads_splice", {"splice_count_linear": 16})
+PLACES = 12
 
 
-def states(*sites: Site):
-    found = [new_site_state(site, OPTIONS) for site in sites]
-    for state in found:
-        state.statistics.enabled.fill_(True)
-    return found
+def staged(width: int, top_k: int = 1, places: int = PLACES) -> list[torch.Tensor]:
+    return list(new_staging(places, top_k, width, torch.bfloat16))
 
 
-def buffers(*found) -> list[torch.Tensor]:
-    return [t for state in found for t in state.statistics.buffers().values()]
+def sampled(tokens: int, seed: int) -> torch.Tensor:
+    """The map of a forward, about half of whose tokens are sampled."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(tokens, generator=generator)[: min(PLACES, tokens // 2)]
+    sample_map = torch.full((tokens,), -1, dtype=torch.int32)
+    sample_map[chosen] = torch.arange(len(chosen), dtype=torch.int32)
+    return sample_map
 
 
 class Linear(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, counted: bool = True) -> None:
         super().__init__()
         self.q = quantize(normal(32, HIDDEN, seed=1))
-        (self.state,) = states(Site("x", "linear", HIDDEN, HIDDEN))
+        self.state = new_site_state(Site("x", "linear", HIDDEN, HIDDEN), OPTIONS)
         for name, tensor in self.state.buffers().items():
             self.register_buffer(name, tensor, persistent=False)
+        self.staged_rows: torch.Tensor
+        self.staged_groups: torch.Tensor
+        places = PLACES if counted else 0
+        for name, tensor in zip(("rows", "groups"), staged(HIDDEN, places=places), strict=True):
+            self.register_buffer(f"staged_{name}", tensor, persistent=False)
 
-    def forward(self, x: torch.Tensor, row_mask: torch.Tensor) -> torch.Tensor:
-        statistics = [getattr(self, f"statistics_{n}") for n in self.state.statistics.buffers()]
+    def forward(self, x: torch.Tensor, sample_map: torch.Tensor | None) -> torch.Tensor:
         y = quads_linear_compensated(
             x + 1, self.q.packed, self.q.block_scale, self.q.global_scale, None,
             self.selection_block_mask, self.selection_channels, None, OPTIONS.rac_alpha,
-            statistics, OPTIONS.sampling_period, row_mask, "emulated",
+            sample_map, [self.staged_rows, self.staged_groups], "emulated",
         )  # fmt: skip
         return y * 2
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_linear_advances_its_statistics(backend):
-    plain, layer = Linear(), Linear()
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "not counted"])
+def test_a_compiled_linear_keeps_its_rows(backend, counted):
+    plain, layer = Linear(counted), Linear(counted)
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    selection = plain.state.selection
     for step in range(3):
-        x, mask = normal(20, HIDDEN, seed=step), torch.rand(20) < 0.8
+        x, sample_map = normal(20, HIDDEN, seed=step), sampled(20, step) if counted else None
+        staging = Staging(sample_map, *staged(HIDDEN)) if counted else None
         want = linear_compensated(
-            x + 1, plain.q, compensation=plain.state.selection.compensation(OPTIONS, "linear"),
-            statistics=plain.state.statistics, period=2, row_mask=mask,
+            x + 1, plain.q, compensation=selection.compensation(OPTIONS, "linear"),
+            staging=staging,
         ) * 2  # fmt: skip
-        assert_same_bits(compiled(x, mask), want, f"{step}")
-        for name, tensor in plain.state.buffers().items():
-            assert_same_bits(layer.state.buffers()[name], tensor, f"{step} {name}")
-        refresh([plain.state], OPTIONS)
-        refresh([layer.state], OPTIONS)
-    assert layer.state.selection.channels.ge(0).all(), "the graph saw new lists"
+        assert_same_bits(compiled(x, sample_map), want, f"{step}")
+        if staging is not None:
+            assert_same_bits(layer.staged_rows[:10], staging.rows[:10], f"{step} rows")
+            assert_same_bits(layer.staged_groups, staging.groups, f"{step} groups")
+        for lists in (selection, layer.state.selection):
+            lists.block_mask[:, step] = False
+            lists.channels[:, step] = 16 * step + 1
 
 
-def moe_arguments(w13, w2, x, weights, ids, found, period):
-    lists = [s.selection.compensation(OPTIONS, s.site.kind) for s in found]
+def moe_arguments(w13, w2, x, weights, ids, selections, sample_map, buffers):
+    lists = [s.selection.compensation(OPTIONS, s.site.kind) for s in selections]
     return (
         x, w13.packed, w13.block_scale, w13.global_scale, w2.packed, w2.block_scale,
         w2.global_scale, weights, ids, None, "silu", None, False,
         lists[0].block_mask, lists[0].channels, None, lists[1].block_mask, lists[1].channels, None,
-        1.0, buffers(*found), period, None, "emulated",
+        1.0, sample_map, buffers, "emulated",
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("period", [0, 2])
-def test_the_moe_operator_equals_the_function(period):
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "not counted"])
+def test_the_moe_operator_equals_the_function(counted):
     w13 = quantize(normal(EXPERTS, 2 * INNER, HIDDEN, seed=1))
     w2 = quantize(normal(EXPERTS, HIDDEN, INNER, seed=2))
     x, (weights, ids) = normal(24, HIDDEN), routing(24, 2, EXPERTS)
+    ids[2, 0] = -1
     sites = (
         Site("w13", "w13", HIDDEN, HIDDEN),
         Site("w2", "w2", INNER, INNER, 0, tuple(range(EXPERTS)), EXPERTS),
     )
-    a, b = states(*sites), states(*sites)
-    lists = [s.selection.compensation(OPTIONS, s.site.kind) for s in b]
-    for _ in range(2):
-        got = torch.compile(quads_moe_compensated, fullgraph=True, backend="aot_eager")(
-            *moe_arguments(w13, w2, x, weights, ids, a, period)
-        )
-        gathering = Gathering(b[0].statistics, b[1].statistics, period) if period else None
-        want = fused_moe_compensated(
-            x, w13, w2, weights, ids, w13_input=lists[0], w2_input=lists[1], gathering=gathering
-        )
-        assert_same_bits(got, want, "output")
-        for got_buffer, want_buffer in zip(buffers(*a), buffers(*b), strict=True):
-            assert_same_bits(got_buffer, want_buffer, "statistics")
-        refresh(a, OPTIONS)
-        refresh(b, OPTIONS)
-    assert (a[0].averages.tokens.item() == 24) == (period == 2)
+    states = [new_site_state(site, OPTIONS) for site in sites]
+    states[0].selection.block_mask[:, 1] = False
+    states[1].selection.channels[:, 0] = 5
+    lists = [s.selection.compensation(OPTIONS, s.site.kind) for s in states]
+    a, b = (staged(HIDDEN) + staged(INNER, 2) for _ in range(2))
+    sample_map = gathering = None
+    if counted:
+        sample_map = sampled(24, 1)
+        gathering = Gathering(Staging(sample_map, *b[:2]), Staging(sample_map, *b[2:]))
+    got = torch.compile(quads_moe_compensated, fullgraph=True, backend="aot_eager")(
+        *moe_arguments(w13, w2, x, weights, ids, states, sample_map, a)
+    )
+    want = fused_moe_compensated(
+        x, w13, w2, weights, ids, w13_input=lists[0], w2_input=lists[1], gathering=gathering
+    )
+    assert_same_bits(got, want, "output")
+    for got_buffer, want_buffer in zip(a, b, strict=True):
+        assert_same_bits(got_buffer, want_buffer, "rows and groups")
+    kept = int((a[3] >= 0).sum())
+    assert kept >= 2 * PLACES - 1 if counted else kept == 0
 
 
 def test_operators_check_out():
@@ -118,7 +133,7 @@ def test_operators_check_out():
     q, selection = layer.q, layer.state.selection
     arguments = (
         normal(5, HIDDEN), q.packed, q.block_scale, q.global_scale, None, selection.block_mask,
-        selection.channels, None, 1.0, buffers(layer.state), 2, None, "emulated",
+        selection.channels, None, 1.0, sampled(5, 0), staged(HIDDEN), "emulated",
     )  # fmt: skip
     torch.library.opcheck(quads_linear_compensated, arguments, test_utils="test_faketensor")
 
@@ -129,7 +144,7 @@ def test_other_backends_are_refused_by_name():
     with pytest.raises(ValueError, match="backend 'marlin' cannot compensate"):
         quads_linear_compensated(
             normal(5, HIDDEN), q.packed, q.block_scale, q.global_scale, None, None, None, None, 1.0,
-            buffers(layer.state), 0, None, "marlin",
+            None, staged(HIDDEN), "marlin",
         )  # fmt: skip
 
 

@@ -5,19 +5,19 @@ import pytest
 import torch
 
 from quads_common import quantize
-from quads_common.compensation import linear_compensated, refresh
+from quads_common.compensation import linear_compensated, new_site_state, refresh
 from quads_common.compensation.refresh import refresh_is_due
 from tests.common.bits import assert_same_bits
 from tests.common.samples import normal
 from tests.compensation.ranks import in_lockstep
-from tests.compensation.serving import EXPERTS, PLANTED, W2, W13, K, feed, new, options, rows_with
+from tests.compensation.serving import EXPERTS, PLANTED, W2, W13, K, feed, options, rows_with
 
 
 @pytest.mark.parametrize("rate", [1.0, 1 / 16])
 def test_planted_hot_channels_are_found(rate):
     """After N tokens in odd batches, the planted channels exactly."""
     chosen = options(sampling_rate=rate, min_tokens=64)
-    state = new(W13, chosen)
+    state = new_site_state(W13, chosen)
     sizes = [7, 64, 1, 33] * 12
     for i, size in enumerate(sizes):
         feed(state, rows_with(PLANTED, size, i), chosen)
@@ -29,7 +29,7 @@ def test_planted_hot_channels_are_found(rate):
 
 def test_each_expert_finds_its_own():
     chosen = options(splice_count_w2=16)
-    state = new(W2, chosen)
+    state = new_site_state(W2, chosen)
     planted = [sorted(torch.randperm(K)[:16].tolist()) for _ in range(EXPERTS)]
     for expert, hot in enumerate(planted):
         feed(state, rows_with(hot, 50, expert), chosen, expert)
@@ -41,7 +41,7 @@ def test_each_expert_finds_its_own():
 def test_splice_statistic(statistic):
     """A large constant channel has no variance; a victim beside an outlier has much residual."""
     chosen = options(splice_statistic=statistic, splice_count_w13=16)
-    state = new(W13, chosen)
+    state = new_site_state(W13, chosen)
     x = normal(64, K, dtype=torch.float32) * 0.1
     x[:, 20] = 50.0  # constant
     x[:, 64] *= 400  # outlier
@@ -58,7 +58,7 @@ def test_splice_statistic(statistic):
 @pytest.mark.parametrize("statistic", ["residual", "variance", "second_moment"])
 def test_rac_statistic_ranks_blocks(statistic):
     chosen = options(rac_statistic=statistic, splice_count_w13=0, rac_ratio=0.25)
-    state = new(W13, chosen)
+    state = new_site_state(W13, chosen)
     x = rows_with([3, 70], 64, 0).float()
     x[:, 32:48] += 100  # no variance, a large second moment and residual
     feed(state, x.to(torch.bfloat16), chosen)
@@ -76,7 +76,7 @@ def test_rac_statistic_ranks_blocks(statistic):
 
 def test_too_few_tokens_mean_every_block_and_no_channel():
     chosen = options(min_tokens=50)
-    layer, experts = new(W13, chosen), new(W2, chosen)
+    layer, experts = new_site_state(W13, chosen), new_site_state(W2, chosen)
     feed(layer, rows_with(PLANTED, 49, 0), chosen)
     for expert, rows in enumerate((50, 49, 0)):
         feed(experts, rows_with(PLANTED, rows, expert), chosen, expert)
@@ -97,11 +97,11 @@ def test_too_few_tokens_mean_every_block_and_no_channel():
 def test_average_over_refreshes():
     """average = .9 * average + .1 * score, the first score as it is; sums start anew each time."""
     chosen = options(splice_count_w13=0)
-    state = new(W13, chosen)
+    state = new_site_state(W13, chosen)
     scores = []
     for i in range(4):
         x = normal(32, K, seed=i) * (i + 1)
-        fresh = new(W13, chosen)
+        fresh = new_site_state(W13, chosen)
         feed(fresh, x, chosen)
         scores.append(fresh.statistics.served_energy / 32)
         feed(state, x, chosen)
@@ -115,7 +115,7 @@ def test_average_over_refreshes():
 
 def test_a_list_with_few_rows_is_not_averaged_yet():
     chosen = options(min_tokens=20)
-    state = new(W2, chosen)
+    state = new_site_state(W2, chosen)
     for expert in range(EXPERTS):
         feed(state, rows_with(PLANTED, 30, expert), chosen, expert)
     refresh([state], chosen)
@@ -131,7 +131,7 @@ def test_a_list_with_few_rows_is_not_averaged_yet():
 def test_blocks_whose_hot_channels_changed_begin_a_new_average():
     """The victims' energy from before the splice must not linger for ten refreshes."""
     chosen = options(splice_count_w13=16)
-    state = new(W13, chosen)
+    state = new_site_state(W13, chosen)
     feed(state, rows_with(PLANTED, 64, 0), chosen)
     refresh([state], chosen)
     assert not state.averages.block_known.any(), "every block has a planted channel"
@@ -148,7 +148,7 @@ def test_splice_then_rac_ranks_what_the_splice_leaves(statistic):
     """The hot block loses its rank once its hot channels are gone."""
     hot = list(range(16, 32))
     chosen = options(rac_ratio=0.125, rac_statistic=statistic)
-    state = new(W13, chosen)
+    state = new_site_state(W13, chosen)
     x = rows_with(hot, 128, 0)
     x[:, 96:112] *= 3
     for _ in range(2):
@@ -160,7 +160,7 @@ def test_splice_then_rac_ranks_what_the_splice_leaves(statistic):
 
 def test_refresh_is_deterministic_and_in_place():
     chosen = options()
-    states = [new(W13, chosen), new(W13, chosen)]
+    states = [new_site_state(W13, chosen), new_site_state(W13, chosen)]
     addresses = {name: t.data_ptr() for name, t in states[0].buffers().items()}
     for state in states:
         for i in range(3):
@@ -174,7 +174,10 @@ def test_refresh_is_deterministic_and_in_place():
 def test_replicas_agree_and_count_every_row_once():
     """Two ranks with other tokens: same lists as one that saw all; nothing is counted twice."""
     chosen = options(min_tokens=40)
-    alone, ranks = new(W13, chosen), [new(W13, chosen), new(W13, chosen)]
+    alone, ranks = (
+        new_site_state(W13, chosen),
+        [new_site_state(W13, chosen), new_site_state(W13, chosen)],
+    )
 
     for step in range(3):
         x = rows_with(PLANTED, 30, step)
@@ -193,7 +196,7 @@ def test_replicas_agree_and_count_every_row_once():
 def test_the_served_selection_is_the_refreshed_one():
     """A layer built once sees the new lists through the same tensors."""
     chosen = options(splice_count_w13=0, rac_ratio=0.25)
-    state = new(W13, chosen)
+    state = new_site_state(W13, chosen)
     lists = state.selection.compensation(chosen, "w13")
     weight, x = quantize(normal(8, K, seed=1)), rows_with([3], 32, 0)
     before = linear_compensated(x, weight, compensation=lists)

@@ -1,6 +1,6 @@
 """Compensation in a vLLM engine on a GPU: padding in CUDA graphs, sleep mode, cost of gathering.
 
-    python tests/gpu/check_compensation.py OUT_FOLDER [--only "padding quads" "decode on"]
+    python tests/gpu/check_compensation.py OUT_FOLDER [--only "padding quads" decode]
 
 Needs vLLM, this package with its entry points, and one GPU. Every engine runs in a process of its
 own. Prints one line per check and ends with FAILED or ok.
@@ -12,7 +12,8 @@ own. Prints one line per check and ends with FAILED or ok.
    a fresh eager engine that starts with the file.
 3. Statistics survive sleep level 2.
 4. Time of a decode step with gathering at the default rate and without: at most 1% more. Eight
-   layers of Qwen3-30B-A3B's shape, batches of 8 and 128.
+   layers of Qwen3-30B-A3B's shape, batches of 8 and 128. Both in one engine, in turns: without
+   gathering no row of a forward is sampled. The time of counting is told too.
 """
 
 import json
@@ -38,6 +39,8 @@ from sync_engine import (
 
 CAPTURED, BATCH, STEPS = 8, 5, 12
 POISON = 1e4
+# Of check 4: batches, decode steps that are timed, pairs of runs.
+SIZES, DECODED, ROUNDS = [8, 128], 256, 12
 OPTIONS = {"sampling_rate": 1, "min_tokens": 8, "splice_count_w13": 16, "splice_count_w2": 16}
 FILE = "selection.safetensors"
 
@@ -54,7 +57,8 @@ def compensator_of(llm: Any) -> Any:
 
 
 def counted(llm: Any) -> dict[str, list[Any]]:
-    """Every statistics buffer as numbers."""
+    """Every statistics buffer as numbers, with all rows counted that waited."""
+    compensator_of(llm).count_staged()
     return {
         f"{s.site.name}/{name}": t.double().cpu().flatten().tolist()
         for s in compensator_of(llm).states
@@ -148,40 +152,79 @@ def part_sleep() -> dict[str, Any]:
     return {"same": counted(llm) == before, "rows": max(max(v, default=0) for v in before.values())}
 
 
-def part_decode(gathering: bool) -> dict[str, Any]:
-    """Check 4: seconds of a decode step by batch size, nine runs each."""
-    from vllm import SamplingParams
-
-    from vllm_quads import compensation
-
-    if not gathering:
-        compensation.rows_unknown = lambda *_: "this measurement"
-    sizes = [8, 128]
+def part_decode() -> dict[str, Any]:
+    """Check 4: seconds of a decode step by batch size, of ``ROUNDS`` pairs (with, without)."""
     llm = engine(
         big_config(Path("/tmp/big-compensation")),
         load_format="dummy",
         quantization="quads_nvfp4",
-        compilation_config={**GRAPHS, "cudagraph_capture_sizes": sizes},
-        max_num_seqs=max(sizes),
+        compilation_config={**GRAPHS, "cudagraph_capture_sizes": SIZES},
+        max_num_seqs=max(SIZES),
+        max_model_len=512,
         gpu_memory_utilization=0.6,
         additional_config={"quads": {"method": "quads"}},
     )
-    found: dict[str, Any] = {"offered": 0}
-    for batch in sizes:
+    from vllm import SamplingParams
+
+    runtime = worker_of(llm).vllm_config.quant_config.runtime
+    begin, count, calls, tokens = runtime.begin, runtime.count_staged, [], 0
+
+    def run(batch: int, steps: int, gathering: bool) -> float:
+        """Seconds; without gathering the runtime hears of no forward."""
+        nonlocal tokens
+        runtime.begin = begin if gathering else lambda tokens: False
+        params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
         prompts = [{"prompt_token_ids": [3 + i % 7, 4, 5]} for i in range(batch)]
-        seconds = []
-        for _ in range(10):
-            times = []
-            for tokens in (2, 66):
-                params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                llm.generate(prompts, params, use_tqdm=False)
-                times.append(time.perf_counter() - start)
-            seconds.append((times[1] - times[0]) / 64)
-        found[str(batch)] = seconds[1:]
-    found["offered"] = max(int(s.statistics.offered) for s in compensator_of(llm).states)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        taken = time.perf_counter() - start
+        tokens += batch * (3 + steps - 1) if gathering else 0
+        return taken
+
+    runtime.count_staged = lambda: (calls.append(1), count())
+    found: dict[str, Any] = {"steps": {}, "counts": {}}
+    for batch in SIZES:
+        pairs = []
+        for i in range(ROUNDS + 1):
+            seconds = {}
+            for gathering in (True, False) if i % 2 else (False, True):
+                calls.clear()
+                short = run(batch, 2, gathering)
+                seconds[gathering] = (run(batch, 2 + DECODED, gathering) - short) / DECODED
+                if gathering:
+                    found["counts"][str(batch)] = len(calls)
+            pairs.append([seconds[True], seconds[False]])
+        found["steps"][str(batch)] = pairs[1:]
+    runtime.count_staged()
+    found["offered"] = [int(s.statistics.offered) for s in compensator_of(llm).states]
+    found["tokens"] = tokens
+    found["rows"] = [float(s.statistics.count.sum()) for s in compensator_of(llm).states]
+    found["counting"] = counting_time(runtime, count)
+    found["places"] = runtime.places
     return found
+
+
+def counting_time(runtime: Any, count: Any) -> dict[str, float]:
+    """Seconds of counting when every place is taken: on the GPU, and until the host goes on."""
+    inputs = list(runtime._inputs.values())
+    full = [torch.randint_like(s.groups, len(s.statistics.count)) for s in inputs]
+    times = []
+    for _ in range(11):
+        for staged, groups in zip(inputs, full, strict=True):
+            staged.groups.copy_(groups)
+        runtime._uncounted = 1
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        before = time.perf_counter()
+        start.record()
+        count()
+        end.record()
+        host = time.perf_counter() - before
+        end.synchronize()
+        times.append((start.elapsed_time(end) / 1e3, host))
+    gpu, host = (statistics.median(t[i] for t in times) for i in (0, 1))
+    return {"gpu": gpu, "host": host}
 
 
 PARTS = {
@@ -190,14 +233,12 @@ PARTS = {
     "sleep": lambda out: part_sleep(),
     "eager quads": lambda out: part_eager("quads", out),
     "eager quads_splice": lambda out: part_eager("quads_splice", out),
-    "decode on": lambda out: part_decode(True),
-    "decode off": lambda out: part_decode(False),
+    "decode": lambda out: part_decode(),
 }
 TOGETHER = (
     ("padding quads", "padding quads_splice", "sleep"),
     ("eager quads", "eager quads_splice"),
-    ("decode on",),
-    ("decode off",),
+    ("decode",),
 )
 
 
@@ -231,14 +272,22 @@ def checks(results: dict[str, Any]) -> list[tuple[str, bool, str]]:
     if "sleep" in results:
         sleep = results["sleep"]
         found.append(("statistics survive sleep level 2", sleep["same"] and sleep["rows"] > 0, ""))
-    if {"decode on", "decode off"} <= results.keys():
-        on, off = results["decode on"], results["decode off"]
-        counted = on["offered"] > 0 and off["offered"] == 0
-        found.append(("gathering on and off", counted, f"{on['offered']} {off['offered']}"))
-        for batch in ("8", "128"):
-            times = [statistics.median(r[batch]) for r in (on, off)]
-            cost = times[0] / times[1] - 1
-            figures = f"{times[0] * 1e6:.1f} and {times[1] * 1e6:.1f} us a step"
+    if "decode" in results:
+        decode = results["decode"]
+        tokens = decode["tokens"]
+        ok = set(decode["offered"]) == {tokens} and min(decode["rows"]) >= tokens // 64 - 1
+        found.append(("gathering counts", ok, f"{tokens} tokens, {min(decode['rows']):.0f} rows"))
+        gpu, host = (decode["counting"][name] * 1e6 for name in ("gpu", "host"))
+        for batch, pairs in decode["steps"].items():
+            on, off = (statistics.median(pair[i] for pair in pairs) * 1e6 for i in (0, 1))
+            costs = sorted(pair[0] / pair[1] - 1 for pair in pairs)
+            low, cost, high = (costs[len(costs) * i // 4] for i in (1, 2, 3))
+            between = decode["places"] * 64 / int(batch)
+            figures = (
+                f"{on:.1f} and {off:.1f} us a step, quartiles {low:.2%} and {high:.2%}; counting: "
+                f"{gpu:.0f} us ({host:.0f} on the host) once in {between:.0f} steps, "
+                f"{gpu / between / off:.3%} of them; {decode['counts'][batch]} times in {DECODED}"
+            )
             found.append(
                 (f"batch {batch}: gathering costs {cost:.2%} (at most 1%)", cost <= 0.01, figures)
             )

@@ -16,7 +16,6 @@ from quads_common.compensation.operands import (
     InputCompensation,
     compensated_operands,
 )
-from quads_common.compensation.statistics import new_statistics
 from quads_common.format import QuantizedTensor
 from quads_common.gemm import accumulation_bound
 from quads_common.kernels.compensated import (
@@ -33,6 +32,7 @@ from quads_common.kernels.rows import quantize_rows
 from tests.kernels.compare_gemm import random_ids
 from tests.kernels.compensated_cases import PRESETS, hot_rows, moved
 from tests.kernels.exact import random_rows, random_weight, weight_operand, worst_excess
+from tests.kernels.staged import new_gathering, staged_as
 
 Check = tuple[str, bool, str]
 
@@ -185,20 +185,15 @@ def one_layer(
     yield f"{name} gemm2", excess <= 1, f"worst error {excess:.3f} of the bound"
     arguments = (x, w13, w2, router, ids)
     lists = {"w13_input": first, "w2_input": second}
-    stats = [
-        new_statistics(1, x.shape[1], device=device),
-        new_statistics(w13.shape[0], w2.shape[2], device=device),
-    ]
-    for s in stats:
-        s.enabled.fill_(True)
-    gathering = Gathering(stats[0], stats[1], 2)
+    gathering = new_gathering(tokens, top_k, (x.shape[1], w2.shape[2]), x.dtype, device)
     whole = fused_moe_compensated_triton(*arguments, **lists, gathering=gathering, exact=exact)
-    counted = [float(s.count.sum()) for s in stats]
-    seen = [int(s.offered) for s in stats]
+    kept = staged_as(gathering.w13, x)
+    by_token = inner.product.reshape(tokens, top_k, -1)
+    kept_inner = staged_as(gathering.w2, by_token, ids)
     want = fused_moe_compensated(*arguments, **lists)
     error = float(row_errors(whole, want).mean())
-    ok = error < 2e-2 and seen == [tokens, tokens] and (tokens < 4 or min(counted) > 0)
-    yield f"{name} whole", ok, f"mean error of a row {error:.1e}, rows counted {counted}"
+    ok = error < 2e-2 and kept[0] and kept_inner[0]
+    yield f"{name} whole", ok, f"mean error of a row {error:.1e}; {kept[1]}; {kept_inner[1]}"
 
 
 def row_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
@@ -238,7 +233,7 @@ def grouped_excess(
 
 
 def refreshes(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
-    """A captured layer sees lists that were written between two replays; statistics too."""
+    """A captured layer sees lists, and places of sampled rows, written between two replays."""
     if device == "cpu":
         return
     hidden, inner, experts, top_k = next(iter(shapes.values()))
@@ -252,23 +247,23 @@ def refreshes(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
         "w13_input": PRESETS["splice rac"].lists(hidden, 1, 4, device),
         "w2_input": PRESETS["splice rac"].lists(inner, experts, 4, device),
     }
-    stats = [
-        [new_statistics(1, hidden, device=device), new_statistics(experts, inner, device=device)]
-        for _ in range(2)
-    ]
+    gatherings = [new_gathering(100, top_k, (hidden, inner), x.dtype, device) for _ in range(2)]
+    sample_map = gatherings[0].w13.sample_map
+    sampled = sample_map.clone()
     graph = torch.cuda.CUDAGraph()
 
     def run(which: int) -> torch.Tensor:
+        gathering = gatherings[which]
+        both = (replace(s, sample_map=sample_map) for s in (gathering.w13, gathering.w2))
         return fused_moe_compensated_triton(
-            x, w13, w2, router, ids, **lists, gathering=Gathering(*stats[which], 8)
+            x, w13, w2, router, ids, **lists, gathering=Gathering(*both)
         )
 
+    sample_map.fill_(-1)
     run(0)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         out = run(0)
-    for s in (*stats[0], *stats[1]):
-        s.enabled.fill_(True)
     outputs, wrong = [], 0
     for step in range(4):
         x.normal_(generator=generator)
@@ -276,18 +271,19 @@ def refreshes(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
             tensor.block_mask.copy_(torch.rand(tensor.block_mask.shape, device=device) < 0.5)
             if step == 2:
                 tensor.channels.fill_(-1)
+        sample_map.copy_(sampled if step % 2 else torch.full_like(sampled, -1))
         graph.replay()
         outputs.append(out.clone())
         wrong += int((outputs[-1] != run(1)).sum())
     torch.cuda.synchronize()
-    same_statistics = all(
-        torch.equal(a, b)
-        for one, two in zip(*stats, strict=True)
-        for a, b in zip(one.buffers().values(), two.buffers().values(), strict=True)
+    same_rows = all(
+        torch.equal(getattr(a, name), getattr(b, name))
+        for a, b in zip(*((g.w13, g.w2) for g in gatherings), strict=True)
+        for name in ("rows", "groups")
     )
-    seen = [int(s.offered) for s in stats[0]]
-    ok = wrong == 0 and same_statistics and seen == [400, 400]
-    yield "graph follows refreshes", ok, f"{wrong} differ, statistics {same_statistics}, {seen}"
+    kept = int((gatherings[0].w13.groups >= 0).sum())
+    ok = wrong == 0 and same_rows and kept == int((sampled >= 0).sum())
+    yield "graph follows refreshes", ok, f"{wrong} differ, rows kept {same_rows}, {kept}"
 
 
 def plain_layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:

@@ -27,6 +27,7 @@ from tests.kernels.compare_gemm import random_ids
 from tests.kernels.compare_quantize import natural, same
 from tests.kernels.compensated_cases import PRESETS, enlarge_hot, hot_rows, moved
 from tests.kernels.exact import random_rows
+from tests.kernels.staged import new_gathering, staged_as
 
 Check = tuple[str, bool, str]
 
@@ -59,8 +60,10 @@ def one_operand(
     name: str, x: torch.Tensor, lists: InputCompensation, device: str
 ) -> Iterator[Check]:
     want = compensated_operands(x, lists)
-    got = compensate_rows(x.to(device), moved(lists, device))
+    staging = new_gathering(len(x), 1, (x.shape[1], 16), x.dtype, device).w13
+    got = compensate_rows(x.to(device), moved(lists, device), staging=staging)
     yield f"{name} folded", *same_rows(got, want, x.shape[1], False)
+    yield f"{name} kept", *staged_as(staging, x)
     if lists.channels is not None and lists.columns is None and x.dtype == torch.float32:
         return
     got = compensate_rows(x.to(device), moved(lists, device), exact=True, packed=True)
@@ -150,8 +153,13 @@ def expert_operands(
     options: dict = {"activation": activation, "routes": routes}
     y = slots.to(device)
     inner = quantize_rows(y, activation=activation, operand=False, product=True).product.cpu()
+    tokens, top_k = ids.shape
+    local = torch.where(ids < len(chosen), ids, -1)
     for exact in (False, True):
-        got = compensate_rows(y, moved(lists, device), exact=exact, **options)
+        staging = new_gathering(tokens, top_k, (16, inner.shape[1]), y.dtype, device).w2
+        got = compensate_rows(y, moved(lists, device), exact=exact, staging=staging, **options)
+        by_token = inner.reshape(tokens, top_k, -1)
+        yield f"{name} {exact=} kept", *staged_as(staging, by_token, local)
         results = []
         for expert in ids.unique().tolist():
             if expert >= 0:

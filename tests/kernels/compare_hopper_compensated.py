@@ -10,9 +10,8 @@ from collections.abc import Iterator
 import torch
 
 from quads_common.activation import Activation
-from quads_common.compensation.moe import Gathering, fused_moe_compensated
+from quads_common.compensation.moe import fused_moe_compensated
 from quads_common.compensation.operands import InputCompensation
-from quads_common.compensation.statistics import new_statistics
 from quads_common.kernels import hopper
 from quads_common.kernels.compensated import fused_moe_compensated_hopper
 from quads_common.kernels.compensated_rows import compensate_rows
@@ -23,6 +22,7 @@ from tests.kernels.compare_compensated import grouped_excess, row_errors
 from tests.kernels.compare_gemm import random_ids
 from tests.kernels.compensated_cases import PRESETS, hot_rows
 from tests.kernels.exact import random_weight
+from tests.kernels.staged import new_gathering, staged_as
 
 Check = tuple[str, bool, str]
 
@@ -97,25 +97,21 @@ def one_layer(name, x, weights, tiled, router, ids, lists) -> Iterator[Check]:
         product = seen.product.transpose(1, 2).reshape(slots, inner)
         excess = grouped_excess(out, product, second, weights[1], flat, 1, False, router.flatten())
         yield f"{label} gemm2", excess <= 1, f"worst error {excess:.3f} of the bound"
-        kept = fresh(slots, inner, dtype=torch.bfloat16)
-        bare = hopper.decode_experts(*arguments, None, compensation, kept)
+        staging = new_gathering(tokens, top_k, (hidden, inner), x.dtype, x.device).w2
+        bare = hopper.decode_experts(*arguments, None, compensation, staging)
         ok = torch.equal(bare[valid], out[valid])
-        ok &= torch.equal(kept.reshape(seen.product.shape)[valid], seen.product[valid])
+        yield f"{label} kept", *staged_as(staging, product.reshape(tokens, top_k, inner), ids)
         yield f"{label} without inspection", ok, "bits differ"
         results.append(out[valid])
     same = all(torch.equal(results[0], result) for result in results[1:])
     yield f"{name} all forms", same, "bits differ"
-    stats = [
-        new_statistics(groups, width, device=x.device)
-        for groups, width in ((1, hidden), (experts, inner))
-    ]
-    for s in stats:
-        s.enabled.fill_(True)
     both = {"w13_input": first, "w2_input": second}
-    whole = fused_moe_compensated_hopper(
-        x, *tiled, router, ids, **both, gathering=Gathering(*stats, 1)
-    )
+    gathering = new_gathering(tokens, top_k, (hidden, inner), x.dtype, x.device)
+    whole = fused_moe_compensated_hopper(x, *tiled, router, ids, **both, gathering=gathering)
     error = float(row_errors(whole, fused_moe_compensated(x, *weights, router, ids, **both)).mean())
-    counted = [int(s.count.sum()) for s in stats]
-    ok = error < 2e-2 and counted == [tokens, int(valid.sum())]
-    yield f"{name} whole", ok, f"mean error of a row {error:.1e}, rows counted {counted}"
+    kept = staged_as(gathering.w13, x)
+    found = gathering.w2.groups.reshape(-1, top_k)
+    chosen = gathering.w2.sample_map >= 0
+    kept_ids = torch.equal(found[gathering.w2.sample_map[chosen].long()], ids[chosen].int())
+    ok = error < 2e-2 and kept[0] and kept_ids
+    yield f"{name} whole", ok, f"mean error of a row {error:.1e}; {kept[1]}, experts {kept_ids}"

@@ -1,8 +1,8 @@
-"""Comparisons of the statistics kernel with ``quads_common.compensation.observe``.
+"""Comparisons of the statistics kernels with ``compensation.staging.count_staged``.
 
 Each function yields (name, whether it holds, figures) for a device and model shapes.
 
-Both count the same rows with the same float32 residuals, so rows, underflows and offered rows are
+Both count the same rows with the same float32 residuals, so rows, underflows and offered tokens are
 equal; sums of n float64 terms in another order differ by n * 2^-52 of the sum of magnitudes: n rows
 and, for energies, the 16 squares of a block. With U = n * 2^-52 a mean may be off by U * mean |x|.
 Squared deviations: Welford and Chan are good to U * kappa (Chan, Golub, LeVeque 1983), kappa^2 =
@@ -14,15 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from quads_common.activation import Activation
-from quads_common.compensation.observe import observe
 from quads_common.compensation.operands import InputCompensation
+from quads_common.compensation.staging import StagedInput, count_staged, new_staging
 from quads_common.compensation.statistics import ChannelStatistics, new_statistics
-from quads_common.kernels.route import Routes
-from quads_common.kernels.rows import quantize_rows
-from quads_common.kernels.statistics import Beside, observe_triton
-from quads_common.moe import local_expert_ids
-from tests.kernels.compare_gemm import random_ids
+from quads_common.kernels.statistics import count_staged_triton
 
 Check = tuple[str, bool, str]
 
@@ -31,21 +26,17 @@ ENERGIES = ("plain_energy", "served_energy", "left_energy", "channel_energy")
 
 @dataclass(frozen=True)
 class Case:
-    """A site: groups of 0 are one list without routing."""
+    """Some inputs alike: ``rows`` of so many lists wait each time, in ``places`` buffers' rows."""
 
     width: int
-    groups: int = 0
-    period: int = 3
+    groups: int = 1
     channels: int = 0
     per_channel: bool = False
-    mask: bool = True
     alpha: float = 1.0
-    mapped: bool = False
-    activation: Activation | None = None
-    factor: bool = False
-    planes: bool = False
     dtype: torch.dtype = torch.bfloat16
-    calls: tuple[int, ...] = (5, 1, 9)
+    places: int = 9
+    inputs: int = 2
+    calls: tuple[int, ...] = (9, 4)
 
 
 def cases(shapes: dict, quick: bool) -> dict[str, Case]:
@@ -53,122 +44,93 @@ def cases(shapes: dict, quick: bool) -> dict[str, Case]:
     if quick:
         return {
             "w13": Case(hidden, channels=16),
-            "no mask, every row": Case(48, mask=False, period=1, calls=(3, 2), alpha=0.5),
-            "several tiles": Case(1040, channels=16, period=2, calls=(9, 5)),
-            "w2": Case(inner, experts, channels=5, per_channel=True, activation=Activation()),
-            "planes": Case(inner, experts, channels=5, planes=True, calls=(8,)),
-            "factor, fp32": Case(32, factor=True, dtype=torch.float32, period=1, calls=(7,)),
-            "expert map": Case(16, experts, mapped=True, dtype=torch.float16, calls=(12,)),
+            "several tiles": Case(1040, channels=16, calls=(9,), inputs=1, alpha=0.5),
+            "many rows": Case(16, places=300, calls=(300,), inputs=1),
+            "w2": Case(inner, experts, channels=5, per_channel=True, places=20, calls=(20, 0, 7)),
+            "fp32": Case(32, dtype=torch.float32, inputs=1),
+            "fp16": Case(48, experts, dtype=torch.float16, inputs=3),
         }
-    decode, prefill = (1, 5, 64, 128, 256) * 2, (4096, 300)
     return {
-        "w13 decode": Case(hidden, period=64, channels=64, calls=decode),
-        "w13 prefill": Case(hidden, period=64, calls=prefill),
-        "w2 decode": Case(
-            inner, experts, period=64, channels=32, activation=Activation(), calls=decode
-        ),
-        "w2 prefill": Case(
-            inner, experts, period=64, channels=32, per_channel=True, calls=prefill
-        ),
-        "wide linear": Case(12288, period=8, channels=64, calls=(100, 3)),
-        "wide linear, per channel": Case(2880, period=2, per_channel=True, calls=(33,)),
-        "w2 in planes": Case(inner, experts, period=8, channels=32, planes=True, calls=(64, 5)),
-        "w2, expert map": Case(inner, experts, period=4, mapped=True, calls=(64,), alpha=0.75),
-        "router weight first": Case(hidden, period=4, factor=True, calls=(64,)),
-        "fp32, every row": Case(464, period=1, dtype=torch.float32, calls=(19, 2)),
-    }  # fmt: skip
+        "w13": Case(hidden, channels=64, places=129, inputs=8, calls=(129, 128, 1)),
+        "w13, RAC only": Case(hidden, places=256, inputs=3, calls=(256, 40)),
+        "w2": Case(inner, experts, channels=32, places=1032, inputs=8, calls=(1032, 1000, 8)),
+        "w2, per channel": Case(inner, experts, per_channel=True, places=2048, calls=(2048, 9)),
+        "wide linear": Case(12288, channels=64, places=129, calls=(100, 3)),
+        "wide linear, per channel": Case(2880, per_channel=True, places=33, calls=(33,)),
+        "fp32": Case(464, dtype=torch.float32, places=40, calls=(19, 2), alpha=0.75),
+    }
 
 
 def statistics(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
-    """Several forwards into the same buffers, then disabled ones."""
+    """Rows of several forwards into the same buffers, counted together with other inputs'."""
+    generator = torch.Generator(device).manual_seed(21)
+    everything: dict[str, tuple[Case, list[StagedInput], list[StagedInput], list]] = {}
     for name, case in cases(shapes, quick).items():
-        generator = torch.Generator(device).manual_seed(21)
-        got, want = (new_case(case, device) for _ in range(2))
-        lists = InputCompensation(
-            channels=channel_lists(case, device) if case.channels else None, alpha=case.alpha
-        )
-        largest = torch.zeros_like(want.mean)
-        for tokens in case.calls:
-            largest = torch.maximum(
-                largest, one_forward(case, tokens, got, want, lists, generator, device)
-            )
-        ok, text = close(got, want, largest)
-        yield f"statistics {name}", ok and float(want.count.sum()) > 0, text
-        before = {n: t.clone() for n, t in got.buffers().items()}
-        got.enabled.fill_(False)
-        before["enabled"].fill_(False)
-        one_forward(case, case.calls[0], got, want, lists, generator, device)
-        same = all(torch.equal(t, before[n]) for n, t in got.buffers().items())
-        yield f"statistics {name}, switched off", same, "unchanged" if same else "changed"
+        lists = [new_lists(case, number, device) for number in range(case.inputs)]
+        got, want = ([new_input(case, served, device) for served in lists] for _ in range(2))
+        largest = [torch.zeros_like(s.statistics.mean) for s in got]
+        everything[name] = case, got, want, largest
+    offered = 0
+    for call in range(max(len(case.calls) for case, *_ in everything.values())):
+        offered += 10 + call
+        for case, got, want, largest in everything.values():
+            for i in range(case.inputs):
+                rows = case.calls[call] if call < len(case.calls) else 0
+                top = fill(case, rows, got[i], want[i], generator)
+                largest[i] = torch.maximum(largest[i], top)
+        count_staged_triton([s for _, got, *_ in everything.values() for s in got], 10 + call)
+        count_staged([s for _, _, want, _ in everything.values() for s in want], 10 + call)
+    for name, (case, got, want, largest) in everything.items():
+        for i in range(case.inputs):
+            ok, text = close(got[i].statistics, want[i].statistics, largest[i])
+            ok &= int(got[i].statistics.offered) == offered
+            ok &= bool((got[i].groups == -1).all())
+            yield f"statistics {name} {i}", ok and float(want[i].statistics.count.sum()) > 0, text
 
 
-def new_case(case: Case, device: str) -> ChannelStatistics:
-    stats = new_statistics(
-        max(1, case.groups), case.width, device=device, channel_energy=case.per_channel
-    )
-    stats.enabled.fill_(True)
-    return stats
-
-
-def channel_lists(case: Case, device: str) -> torch.Tensor:
+def new_lists(case: Case, number: int, device: str) -> InputCompensation:
     """Random distinct channels, not sorted, with -1 among them; the last list is empty if many."""
-    generator = torch.Generator().manual_seed(22)
+    if not case.channels:
+        return InputCompensation(alpha=case.alpha)
+    generator = torch.Generator().manual_seed(22 + number)
     lists = torch.stack([
         torch.randperm(case.width, generator=generator)[: case.channels]
-        for _ in range(max(1, case.groups))
+        for _ in range(case.groups)
     ]).int()  # fmt: skip
     lists[:, 1] = -1
     if len(lists) > 1:
         lists[-1] = -1
-    return lists.to(device)
+    return InputCompensation(channels=lists.to(device), alpha=case.alpha)
 
 
-def one_forward(
-    case: Case, tokens: int, got: ChannelStatistics, want: ChannelStatistics,
-    lists: InputCompensation, generator: torch.Generator, device: str,
-) -> torch.Tensor:  # fmt: skip
-    """Observe the same random rows with both. Returns the largest |x| of each channel."""
-    top_k = 1 if case.groups == 0 else 2
-    gated = case.activation is not None
-    x = torch.randn((tokens * top_k, case.width * (1 + gated)), generator=generator, device=device)
+def new_input(case: Case, served: InputCompensation, device: str) -> StagedInput:
+    stats = new_statistics(case.groups, case.width, device=device, channel_energy=case.per_channel)
+    buffers = new_staging(case.places, 1, case.width, case.dtype, device)
+    buffers[0].fill_(torch.nan)
+    return StagedInput(stats, served, *buffers)
+
+
+def fill(
+    case: Case, rows: int, got: StagedInput, want: StagedInput, generator: torch.Generator
+) -> torch.Tensor:
+    """The same random rows wait in both, a few places empty. Returns the largest |x| of each
+    channel."""
+    device = got.rows.device
+    x = torch.randn((rows, case.width), generator=generator, device=device)
     x = (x * 3 + 2).to(case.dtype)
     x[:, 3] *= 50
-    if tokens > 1:
+    if rows > 4:
         x[1, 7] = torch.nan
         x[-1, 0] = -torch.inf
-    mask = None
-    if case.mask:
-        mask = torch.rand(tokens, generator=generator, device=device) < 0.8
-    routes = ids = expert_map = None
-    if case.groups:
-        ids = random_ids(tokens, top_k, case.groups, torch.Generator().manual_seed(tokens))
-        ids[torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.1] = -1
-        if case.mapped:
-            order = torch.randperm(case.groups, generator=torch.Generator().manual_seed(3)).int()
-            order[0] = -1
-            expert_map = order.to(device)
-        ids = ids.to(device)
-        routes = Routes(ids, expert_map, case.groups)
-    factor = None
-    values = x
-    if case.factor:
-        factor = torch.rand(tokens, generator=generator, device=device)
-        values = (x.float() * factor[:, None]).to(x.dtype)
-    if case.activation is not None:
-        values = quantize_rows(x, activation=case.activation, operand=False, product=True).product
-    options: dict = {"row_mask": mask, "activation": case.activation, "row_factor": factor}
-    if case.planes:
-        x = x.unflatten(1, (-1, 8)).transpose(1, 2).reshape(x.shape)
-        options["planes"] = True
-    aside = Beside(x.device)
-    aside.run(lambda: observe_triton(got, x, lists, case.period, routes=routes, **options))
-    aside.join()
-    if ids is not None:
-        values = values.reshape(tokens, top_k, -1)
-        ids = local_expert_ids(ids, expert_map)
-    observe(want, values, lists, case.period, row_mask=mask, expert_ids=ids)
-    finite = values.double().nan_to_num(0, 0, 0).abs().reshape(-1, case.width)
-    return finite.amax(dim=0).expand_as(want.mean)
+    groups = torch.randint(-1, case.groups, (rows,), generator=generator, device=device)
+    if case.groups == 1 and rows:
+        groups[0] = 0
+    for staged in (got, want):
+        staged.rows[:rows] = x
+        staged.groups[:rows] = groups.int()
+    finite = x.double().nan_to_num(0, 0, 0).abs()
+    top = finite.amax(dim=0) if rows else torch.zeros(case.width, device=device)
+    return top.double().expand_as(want.statistics.mean)
 
 
 def close(
@@ -177,7 +139,7 @@ def close(
     """Whether counts are equal and sums within the bounds above; largest: max |x| >= mean |x|."""
     bad = [
         name
-        for name in ("count", "underflows", "offered", "enabled")
+        for name in ("count", "underflows", "offered")
         if not torch.equal(getattr(got, name), getattr(want, name))
     ]
     unit = want.count[:, None] * 2.0**-52

@@ -67,6 +67,15 @@ def in_planes(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(1, (-1, 8)).transpose(1, 2).contiguous()
 
 
+def test_rows_are_kept_in_order(library):
+    """From planes, as the kernels hold them, to the order of the statistics."""
+    run, width = library
+    x = torch.randn((3, width), generator=torch.Generator().manual_seed(2)).bfloat16()
+    planes, got = in_planes(x), torch.zeros_like(x)
+    run.in_order(ctypes.c_void_p(planes.data_ptr()), ctypes.c_void_p(got.data_ptr()), len(x))
+    assert_same_bits(got, x, f"{width}")
+
+
 @pytest.mark.parametrize(
     "preset",
     [Preset(0.5), Preset(1.0, alpha=0.5), Preset(channels=32), Preset(0.5, 32), Preset(0.0, 5)],

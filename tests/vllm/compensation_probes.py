@@ -43,8 +43,10 @@ def buffers_of(worker: Any) -> dict[str, Any]:
 
 
 def statistics_of(worker: Any) -> dict[str, torch.Tensor]:
-    """Worker function: every statistics and averages buffer, copied."""
-    states = worker.vllm_config.quant_config.runtime.compensator.states
+    """Worker function: every statistics and averages buffer, copied, with all rows counted."""
+    runtime = worker.vllm_config.quant_config.runtime
+    runtime.count_staged()
+    states = runtime.compensator.states
     return {
         f"{s.site.name}/{name}": t.clone()
         for s in states
@@ -75,6 +77,7 @@ def choose(worker: Any, changes: dict[str, Any]) -> None:
     from quads_common.compensation.statistics import copy_into
 
     compensator = worker.vllm_config.quant_config.runtime.compensator
+    compensator.count_staged()
     options = dataclasses.replace(compensator.options, **changes)
     for state in compensator.states:
         other = new_site_state(state.site, options)

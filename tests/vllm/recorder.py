@@ -1,8 +1,9 @@
 """Every row that compensated layers are given in a worker, and statistics recomputed from them.
 
 ``start`` and ``compare`` are worker functions for ``collective_rpc``. The rows are taken where a
-layer counts them; how many of a forward's rows are real comes from the scheduler's output, read at
-the model runner, not from the plugin. The recomputation is float64 and two-pass.
+layer keeps those that are sampled; how many of a forward's rows are real comes from the
+scheduler's output, read at the model runner, not from the plugin. The recomputation is float64 and
+two-pass.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ POISON = 1e4
 
 
 class Recorder:
-    """rows: per address of a site's ``count`` buffer, the real rows and their local experts."""
+    """rows: per address of an input's staged rows, the real rows and their local experts."""
 
     def __init__(self) -> None:
         self.rows: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
@@ -42,27 +43,27 @@ def start(worker: Any, pad_to: int = 1) -> None:
     if pad_to > 1:
         pad_forwards(runner, pad_to)
     for module in (moe, linear):
-        module.observe = recording(recorder, plain_observe(module))
+        module.stage = recording(recorder, plain_stage(module))
 
 
-def plain_observe(module: Any) -> Any:
+def plain_stage(module: Any) -> Any:
     """The function itself, however often it was wrapped."""
-    return getattr(module.observe, "plain", module.observe)
+    return getattr(module.stage, "plain", module.stage)
 
 
 def recording(recorder: Recorder, plain: Any) -> Any:
-    """``observe`` that keeps the real rows and spoils the others."""
+    """``stage`` that keeps the real rows and spoils the others."""
 
-    def observe(stats: Any, x: torch.Tensor, served: Any, period: int, **options: Any) -> None:
+    def stage(staging: Any, x: torch.Tensor, expert_ids: torch.Tensor | None = None) -> None:
         x[recorder.real :] = POISON
-        ids = options.get("expert_ids")
-        kept = (x[: recorder.real].clone(), None if ids is None else ids[: recorder.real].clone())
-        recorder.rows.setdefault(stats.count.data_ptr(), []).append(kept)
+        ids = None if expert_ids is None else expert_ids[: recorder.real].clone()
+        kept = (x[: recorder.real].clone(), ids)
+        recorder.rows.setdefault(staging.rows.data_ptr(), []).append(kept)
         recorder.forwards.append((recorder.real, x.shape[0]))
-        plain(stats, x, served, period, **options)
+        plain(staging, x, expert_ids)
 
-    observe.plain = plain
-    return observe
+    stage.plain = plain
+    return stage
 
 
 def pad_forwards(runner: Any, multiple: int) -> None:
@@ -83,12 +84,15 @@ def compare(worker: Any) -> dict[str, Any]:
     """Largest relative error of each statistic over all sites and groups, and what was counted."""
     from quads_common.quantize import dequantize, quantize
 
-    states = worker.vllm_config.quant_config.runtime.compensator.states
+    runtime = worker.vllm_config.quant_config.runtime
+    runtime.count_staged()
+    states = runtime.compensator.states
     worst: dict[str, float] = {}
     counts, wrong = {}, []
     for state in states:
         stats = state.statistics
-        recorded = _recorder.rows.get(stats.count.data_ptr(), [])
+        staged = runtime._inputs.get(state.site.name)
+        recorded = [] if staged is None else _recorder.rows.get(staged.rows.data_ptr(), [])
         counts[state.site.name] = [int(n) for n in stats.count]
         for group in range(len(state.site.groups)):
             rows = [x if ids is None else x[ids == group] for x, ids in recorded]

@@ -24,6 +24,7 @@ SPLICE = {
 }
 FOURSIGHT = {**SPLICE, "method": "foursight", "targets": "auto"}
 SMALL_STEPS = {"max_num_batched_tokens": 120, "max_num_seqs": 40}  # cuts prompts into chunks
+ALL_COUNTED = {"max_num_batched_tokens": 256, "max_num_seqs": 40}  # as many as wait at once
 OTHERS = 1000
 
 
@@ -245,7 +246,13 @@ def test_compiled(engine, arith_moe, sequences):
         ("buffers", "buffers", []),
     ]
     found = engine(
-        arith_moe, options, probes, enforce_eager=False, enable_prefix_caching=True, block_size=32
+        arith_moe,
+        options,
+        probes,
+        enforce_eager=False,
+        enable_prefix_caching=True,
+        block_size=32,
+        **ALL_COUNTED,
     )
     (result,) = found["counted"]
     check_counts(result, hidden_sites=12, expert_sites=4)

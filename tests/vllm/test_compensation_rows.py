@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quads_common.compensation.layers import RealRows, Runtime
 from quads_common.options import QuadsOptions
 from quads_common.placement import ModelFacts
 from vllm_quads import compensation
@@ -57,25 +56,11 @@ def test_statistics_that_stay_off_are_told(monkeypatch, tmp_path, data_parallel,
     runtime = compensation.new_runtime(QuadsOptions(), config, EXPERTS, metrics)
     assert len(told) == warnings
     assert runtime.period == (64 if data_parallel == 1 else 0)
-    runtime.rows(torch.device("cpu"))
-    assert runtime.begin(5) == (data_parallel == 1)
-
-
-def test_rows_are_real_only_while_the_model_runs():
-    started = []
-    compensator = SimpleNamespace(start_counting=lambda: started.append(1))
-    runtime = Runtime(compensator, None, period=1, max_tokens=8)
-    assert not runtime.begin(3), "a model without compensated layers"
-    rows = runtime.rows(torch.device("cpu"))
-    address = rows.mask.data_ptr()
-    for count in (5, 3, 8, 0):
-        assert runtime.begin(count)
-        assert rows.mask.tolist() == [True] * count + [False] * (8 - count)
-        runtime.end()
-        assert not rows.mask.any()
-    assert started == [1]
-    assert rows.mask.data_ptr() == address
-    assert isinstance(rows, RealRows) and runtime.rows(torch.device("cpu")) is rows
+    assert runtime.places == (2 if data_parallel == 1 else 0)
+    assert runtime.compensator.count_staged == runtime.count_staged
+    runtime.sample_map(torch.device("cpu"))
+    sampled = [runtime.begin(32) for _ in range(4)]
+    assert sum(sampled) == (2 if data_parallel == 1 else 0), "one token of each 64"
 
 
 class Core:

@@ -18,6 +18,7 @@ from quads_common.compensation.operands import InputCompensation
 from quads_common.compensation.options import PRESETS, CompensationOptions
 from quads_common.compensation.refresh import SiteState, new_site_state, refresh
 from quads_common.compensation.site import Site
+from quads_common.compensation.staging import Staging
 
 __all__ = [
     "PRESETS",
@@ -27,6 +28,7 @@ __all__ = [
     "Site",
     "SiteMetrics",
     "SiteState",
+    "Staging",
     "fused_moe_compensated",
     "linear_compensated",
     "new_site_state",

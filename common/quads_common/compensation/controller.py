@@ -46,6 +46,8 @@ class Compensator:
 
     tp_size: the engine's, which selection files belong to. selection_file: to start with.
     first_rank: the one that writes INFO lines. on_refresh: called with the metrics of each refresh.
+    count_staged: called before anything reads or replaces statistics or lists; whoever stages rows
+    sets it.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Compensator:
         self.version = 0
         self.boundaries = 0
         self.metrics: list[SiteMetrics] = []
+        self.count_staged: Callable[[], object] = _nothing
         self._log = log
         self._first_rank = first_rank
         self._on_refresh = on_refresh
@@ -102,11 +105,6 @@ class Compensator:
         columns = SiteColumns(state, units, rows, state.selection.channels.device)
         self._columns[state.site.name] = columns
         return columns
-
-    def start_counting(self) -> None:
-        """Warm-up is over: real rows are counted from now on."""
-        for state in self.states:
-            state.statistics.enabled.fill_(True)
 
     def weights_arrive(self) -> None:
         """Before each tensor of a quantized layer; only a sync's first one does anything."""
@@ -187,6 +185,7 @@ class Compensator:
 
     def forget(self) -> None:
         """Forget statistics and averages; the lists in force stay until the next refresh."""
+        self.count_staged()
         for state in self.states:
             reset(state.statistics)
             averages = state.averages
@@ -204,6 +203,7 @@ class Compensator:
 
         gather: every rank's parts on the rank that writes, None on the others.
         """
+        self.count_staged()
         in_force = self._put(self._chosen) if self._chosen is not None else None
         parts = [snapshot(state) for state in self.states]
         if in_force is not None:
@@ -258,6 +258,7 @@ class Compensator:
 
     def _refresh(self) -> bool:
         """Returns whether a list changed."""
+        self.count_staged()
         self.metrics = refresh(self.states, self.options)
         self._info("selections refreshed: %s", refresh_summary(self.metrics))
         if self._on_refresh is not None:
@@ -265,6 +266,7 @@ class Compensator:
         return any(m.blocks_overlap < 1 or m.channels_overlap < 1 for m in self.metrics)
 
     def _restore(self, saved: SavedSelection) -> bool:
+        self.count_staged()
         restore(saved, self.states, tp_size=self.tp_size, options=self.options)
         self._info("selections of %s", saved.path)
         return True
@@ -294,6 +296,7 @@ class Compensator:
         chosen, self._chosen = self._chosen, None
         if chosen is None:
             return
+        self.count_staged()
         late = []
         for (name, state), lists in zip(self._states.items(), chosen, strict=True):
             columns = self._columns.get(name)
@@ -310,6 +313,10 @@ class Compensator:
                 len(late),
                 ", ".join(late[:4]) + (", ..." if len(late) > 4 else ""),
             )
+
+
+def _nothing() -> None:
+    """Nobody stages rows."""
 
 
 def _clones(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

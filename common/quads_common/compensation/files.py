@@ -34,7 +34,7 @@ __all__ = [
 
 _HEADER = "quads"
 _COUNTERS = ("statistics_offered", "averages_refreshes")  # [1], the same on every rank
-_NOT_SAVED = ("statistics_enabled", "selection_block_mask")  # a switch; follows from blocks
+_NOT_SAVED = "selection_block_mask"  # follows from blocks
 _IDS = {"selection_blocks": BLOCK_SIZE, "selection_channels": 1}  # channels per id
 # Options that say what a selection means; others may change between saving and loading.
 _SHAPING = (
@@ -74,7 +74,7 @@ def snapshot(state: SiteState) -> SitePart:
     """Copy a site's buffers to the CPU."""
     tensors = {}
     for name, tensor in state.buffers().items():
-        if name in _NOT_SAVED:
+        if name == _NOT_SAVED:
             continue
         copy = tensor.detach().cpu().clone()
         if name in _IDS:
@@ -164,11 +164,11 @@ def restore(
         raise ValueError(f"{saved.path}: site {odd} is {where}")
     cut = [_part_of(saved, state) for state in states]
     for state, tensors in zip(states, cut, strict=True):
-        kept = {name: state.buffers()[name] for name in _NOT_SAVED}
         ids = tensors["selection_blocks"]
         mask = (ids.unsqueeze(2) == torch.arange(state.site.blocks)).any(dim=1)
-        everything = {**tensors, **kept, "selection_block_mask": mask}
-        copy_into(state.buffers(), everything, f"{saved.path}: {state.site.name}")
+        copy_into(
+            state.buffers(), {**tensors, _NOT_SAVED: mask}, f"{saved.path}: {state.site.name}"
+        )
 
 
 def _description(site: Site) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _part_of(saved: SavedSelection, state: SiteState) -> dict[str, torch.Tensor]
     rows = torch.tensor(site.groups, dtype=torch.int64)
     part: dict[str, torch.Tensor] = {}
     for name, buffer in state.buffers().items():
-        if name in _NOT_SAVED:
+        if name == _NOT_SAVED:
             continue
         tensor = saved.tensors.get(f"{site.name}/{name}")
         columns = 1 if buffer.ndim == 1 else buffer.shape[1]

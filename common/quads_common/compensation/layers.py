@@ -1,9 +1,10 @@
-"""What an engine's layers share and hold when they are compensated, and which rows are real.
+"""What an engine's layers share and hold when they are compensated, and which rows are sampled.
 
-The statistics of a layer are counted inside its operator, CUDA graphs included, so which rows are
-real must be known on the device. ``RealRows`` is one mask for all layers, set from the scheduler's
-own count of tokens right before the model runs and cleared right after: warm-up, profiling, graph
-capture and dummy batches never count a row, padding never does.
+The host knows which rows of a forward are tokens, hence also which of them are sampled
+(``sampling``): ``Runtime`` writes their places into one map for all layers right before the model
+runs and clears it right after. Warm-up, profiling, graph capture, dummy batches and padding are
+never in it. The layers keep those rows (``staging``), and they are counted when the next forward's
+would find no place, and before anything reads or replaces statistics or lists.
 """
 
 from dataclasses import dataclass, field
@@ -14,60 +15,91 @@ from torch import nn
 from quads_common.compensation.controller import Compensator
 from quads_common.compensation.options import CompensationOptions
 from quads_common.compensation.refresh import SiteState
+from quads_common.compensation.sampling import most_samples, sampled_rows
 from quads_common.compensation.site import Site
+from quads_common.compensation.staging import StagedInput, count_staged, new_staging
 
-__all__ = ["LayerInput", "RealRows", "Runtime"]
+__all__ = ["MOST_PLACES", "LayerInput", "Runtime"]
 
-
-class RealRows:
-    """mask: [max tokens] bool on the model's device, True for the rows of this forward's tokens."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.mask = torch.zeros(size, dtype=torch.bool, device=device)
-
-    def set(self, count: int) -> None:
-        """The forward that follows has ``count`` tokens, then padding."""
-        self.mask[:count].fill_(True)
-
-    def clear(self) -> None:
-        """Whatever runs next has no real rows."""
-        self.mask.zero_()
+# Rows of one forward that are kept at most.
+MOST_PLACES = 256
 
 
 @dataclass
 class Runtime:
     """What the layers of one model on one rank share.
 
-    period: one of so many rows is counted; 0 where the real rows are not known.
+    period: one of so many tokens is counted; 0 where it is not known which rows are tokens.
+    max_tokens: of a forward. offered: tokens so far, the same on all tensor-parallel ranks.
     """
 
     compensator: Compensator
     options: CompensationOptions
     period: int
     max_tokens: int
-    counting: bool = False
-    _rows: RealRows | None = field(default=None, repr=False)
+    offered: int = 0
+    _sample_map: torch.Tensor | None = field(default=None, repr=False)
+    _inputs: dict[str, StagedInput] = field(default_factory=dict, repr=False)
+    _used: int = 0  # places
+    _uncounted: int = 0  # of the tokens offered
+    _marked: int = 0  # rows of the map
 
-    def rows(self, device: torch.device) -> RealRows:
-        """The mask, made on first use."""
-        if self._rows is None:
-            self._rows = RealRows(self.max_tokens, device)
-        return self._rows
+    def __post_init__(self) -> None:
+        self.compensator.count_staged = self.count_staged
+
+    @property
+    def places(self) -> int:
+        """Tokens whose rows can wait at the same time."""
+        return min(MOST_PLACES, most_samples(self.max_tokens, self.period)) if self.period else 0
+
+    def sample_map(self, device: torch.device) -> torch.Tensor:
+        """[max tokens] int32 on the model's device, made on first use; see ``Staging``."""
+        if self._sample_map is None:
+            self._sample_map = torch.full((self.max_tokens,), -1, dtype=torch.int32, device=device)
+        return self._sample_map
+
+    def add_input(self, name: str, staged: StagedInput) -> None:
+        """An input that is counted; a name that comes again replaces the earlier one."""
+        self._inputs[name] = staged
 
     def begin(self, tokens: int) -> bool:
-        """Before a forward of real tokens; returns whether ``end`` must follow."""
-        if self.period == 0 or self._rows is None:
+        """Before a forward of so many tokens, then padding; returns whether ``end`` must follow."""
+        if self.period == 0 or self._sample_map is None:
             return False
-        if not self.counting:
-            self.compensator.start_counting()
-            self.counting = True
-        self._rows.set(tokens)
+        rows = sampled_rows(self.offered, tokens, self.period, self.places)
+        if self._used + len(rows) > self.places:
+            self.count_staged()
+        self.offered += tokens
+        self._uncounted += tokens
+        if not rows:
+            return False
+        self._marked = rows[-1] + 1
+        # New memory each time: the copy may run long after this returns.
+        marks = torch.empty(self._marked, dtype=torch.int32, pin_memory=self._sample_map.is_cuda)
+        values = marks.numpy()  # far faster to write to than a small tensor
+        values.fill(-1)
+        values[rows] = range(self._used, self._used + len(rows))
+        self._used += len(rows)
+        self._sample_map[: self._marked].copy_(marks, non_blocking=True)
         return True
 
     def end(self) -> None:
-        """After it."""
-        assert self._rows is not None, f"{self.max_tokens=}"
-        self._rows.clear()
+        """After it: whatever runs next has no sampled rows."""
+        assert self._sample_map is not None, f"{self.max_tokens=}"
+        self._sample_map[: self._marked].fill_(-1)
+
+    def count_staged(self) -> None:
+        """Count the rows that wait, with the lists in force; no synchronization with the host."""
+        if self._uncounted == 0:
+            return
+        inputs = list(self._inputs.values())
+        if inputs[0].rows.is_cuda:
+            from quads_common.kernels.statistics import count_staged_triton
+
+            count_staged_triton(inputs, self._uncounted)
+        else:
+            count_staged(inputs, self._uncounted)
+        self._used = self._uncounted = 0
 
 
 class LayerInput:
@@ -84,27 +116,39 @@ class LayerInput:
         *,
         units: int,
         rows: int,
+        dtype: torch.dtype,
         device: torch.device,
+        top_k: int = 1,
         counted: bool = True,
     ) -> None:
-        """units, rows: of the weight, U matrices of N rows. counted: its rows are tokens."""
+        """units, rows: of the weight, U matrices of N rows. dtype: of the input. top_k: rows of the
+        input for each token. counted: its rows are tokens."""
         options = runtime.options
         self.state: SiteState = runtime.compensator.add(site, device)
         self.columns = runtime.compensator.add_columns(self.state, units, rows)
         self.alpha = float(options.rac_alpha)
-        self.period = runtime.period if counted else 0
         prefix = f"quads_{site.kind}_"
         for name, tensor in self.state.buffers().items():
             layer.register_buffer(prefix + name, tensor, persistent=False)
         if self.columns is not None:
             layer.register_buffer(f"{prefix}columns", self.columns.columns, persistent=False)
-        self._real_rows = "quads_real_rows"  # one mask for all inputs of all layers
-        layer.register_buffer(self._real_rows, runtime.rows(device).mask, persistent=False)
-        self._statistics = [f"{prefix}statistics_{n}" for n in self.state.statistics.buffers()]
         self._block_mask = f"{prefix}selection_block_mask" if options.ratio(site.kind) else ""
         has_slots = self.state.selection.channels.shape[1] > 0
         self._channels = f"{prefix}selection_channels" if has_slots else ""
         self._columns = f"{prefix}columns" if self.columns is not None else ""
+        counted = counted and runtime.period > 0
+        # Compilers want a list of mutated buffers to have elements, so there are always two.
+        places = runtime.places if counted else 0
+        staged = new_staging(places, top_k, site.width, dtype, device)
+        self._staged = [f"{prefix}staged_rows", f"{prefix}staged_groups"]
+        for name, tensor in zip(self._staged, staged, strict=True):
+            layer.register_buffer(name, tensor, persistent=False)
+        self._sample_map = ""
+        if counted:
+            self._sample_map = "quads_sample_map"  # one for all inputs of all layers
+            layer.register_buffer(self._sample_map, runtime.sample_map(device), persistent=False)
+            served = self.state.selection.compensation(options, site.kind)
+            runtime.add_input(site.name, StagedInput(self.state.statistics, served, *staged))
 
     def selection(
         self, layer: nn.Module
@@ -114,10 +158,10 @@ class LayerInput:
         mask, channels, columns = (getattr(layer, n) if n else None for n in names)
         return mask, channels, columns
 
-    def statistics(self, layer: nn.Module) -> list[torch.Tensor]:
-        """The buffers that the operators count in."""
-        return [getattr(layer, name) for name in self._statistics]
+    def staged(self, layer: nn.Module) -> list[torch.Tensor]:
+        """The buffers in which the operators keep sampled rows; without rows where none counts."""
+        return [getattr(layer, name) for name in self._staged]
 
-    def real_rows(self, layer: nn.Module, tokens: int) -> torch.Tensor | None:
-        """[tokens] bool mask of a forward; None where nothing is counted."""
-        return getattr(layer, self._real_rows)[:tokens] if self.period else None
+    def sample_map(self, layer: nn.Module, tokens: int) -> torch.Tensor | None:
+        """[tokens] int32 of a forward; None where nothing is counted."""
+        return getattr(layer, self._sample_map)[:tokens] if self._sample_map else None

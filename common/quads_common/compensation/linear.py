@@ -2,9 +2,8 @@
 
 import torch
 
-from quads_common.compensation.observe import observe
 from quads_common.compensation.operands import InputCompensation, compensated_operands, product
-from quads_common.compensation.statistics import ChannelStatistics
+from quads_common.compensation.staging import Staging, stage
 from quads_common.format import INPUT_DTYPES, QuantizedTensor
 
 __all__ = ["linear_compensated"]
@@ -16,15 +15,13 @@ def linear_compensated(
     bias: torch.Tensor | None = None,
     *,
     compensation: InputCompensation,
-    statistics: ChannelStatistics | None = None,
-    period: int = 1,
-    row_mask: torch.Tensor | None = None,
+    staging: Staging | None = None,
 ) -> torch.Tensor:
     """y = round(product + bias) to x's dtype (``operands.product``); W4A4.
 
     x: [..., K] bf16, fp16 or fp32. weight: [N, K], one global scale. bias: [N] or None.
-    compensation: lists of one group. statistics: count rows there, one of ``period`` of the rows
-        that ``row_mask`` (bool, x's leading shape) has. Returns [..., N] in x's dtype.
+    compensation: lists of one group. staging: where sampled rows of x are kept; its map has as many
+        entries as x has rows. Returns [..., N] in x's dtype.
 
     Without RAC and splice the result is that of ``linear``, bit for bit.
 
@@ -38,9 +35,8 @@ def linear_compensated(
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x has K = {x.shape[-1]}, the weight has K = {weight.shape[-1]}")
     rows = x.reshape(-1, x.shape[-1])
-    if statistics is not None:
-        mask = None if row_mask is None else row_mask.reshape(-1)
-        observe(statistics, rows, compensation, period, row_mask=mask)
+    if staging is not None:
+        stage(staging, rows)
     y = product(compensated_operands(rows, compensation), weight, compensation.columns)
     if bias is not None:
         y = y + bias.float()

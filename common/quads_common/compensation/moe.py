@@ -10,14 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from quads_common.activation import Activation
-from quads_common.compensation.observe import observe
 from quads_common.compensation.operands import (
     InputCompensation,
     Operands,
     compensated_operands,
     product,
 )
-from quads_common.compensation.statistics import ChannelStatistics
+from quads_common.compensation.staging import Staging, stage
 from quads_common.format import QuantizedTensor
 from quads_common.moe import check_shapes, local_expert_ids, sum_slots
 
@@ -26,16 +25,10 @@ __all__ = ["Gathering", "fused_moe_compensated"]
 
 @dataclass(frozen=True)
 class Gathering:
-    """Where a layer counts its rows: one of ``period`` of the tokens that ``row_mask`` [T] has.
+    """Where a layer keeps the sampled rows of its inputs; None: nowhere. Both maps are the same."""
 
-    w13: statistics of one group; w2: of one group per local expert; None: not counted.
-    row_mask: [T] bool, True for real tokens; None: all are real.
-    """
-
-    w13: ChannelStatistics | None = None
-    w2: ChannelStatistics | None = None
-    period: int = 1
-    row_mask: torch.Tensor | None = None
+    w13: Staging | None = None
+    w2: Staging | None = None
 
 
 def fused_moe_compensated(
@@ -76,7 +69,7 @@ def fused_moe_compensated(
         x = (x.float() * slot_weights).to(x.dtype)
         slot_weights = torch.ones_like(slot_weights)
     if gathering.w13 is not None:
-        observe(gathering.w13, x, w13_input, gathering.period, row_mask=gathering.row_mask)
+        stage(gathering.w13, x)
     first = _Gemm(w13, w13_input.columns, w13_bias)
     second = _Gemm(w2, w2_input.columns, w2_bias)
     operands = compensated_operands(x, w13_input)
@@ -92,8 +85,7 @@ def fused_moe_compensated(
         y = second(compensated_operands(inner, w2_input, expert), expert)
         out[token, slot] = y * slot_weights[token, slot].unsqueeze(1)
     if gathering.w2 is not None and hidden is not None:
-        options = {"row_mask": gathering.row_mask, "expert_ids": ids}
-        observe(gathering.w2, hidden, w2_input, gathering.period, **options)
+        stage(gathering.w2, hidden, ids)
     return sum_slots(out).to(x.dtype)
 
 

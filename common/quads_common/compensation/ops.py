@@ -1,7 +1,7 @@
 """The compensated layers as opaque ``torch.library`` operators for every graph compiler.
 
 As ``quads_common.ops``, with selections as data, so that a refresh changes no graph, and with the
-statistics' buffers declared as mutated. Import this module once per process before tracing.
+buffers of sampled rows declared as mutated. Import this module once per process before tracing.
 
 Backends: ``emulated`` computes the exact form in torch; ``triton`` and ``hopper`` the folded one on
 tensor cores (``fold``), ``triton_exact`` and ``hopper_exact`` the exact one there.
@@ -16,7 +16,7 @@ from quads_common.activation import Activation
 from quads_common.compensation.linear import linear_compensated
 from quads_common.compensation.moe import Gathering, fused_moe_compensated
 from quads_common.compensation.operands import InputCompensation
-from quads_common.compensation.statistics import ChannelStatistics
+from quads_common.compensation.staging import Staging
 from quads_common.format import QuantizedTensor
 
 __all__ = [
@@ -41,7 +41,7 @@ def form_backend(backend: str, exact: bool) -> str:
     return name if exact and name in _BACKENDS else backend
 
 
-@torch.library.custom_op("quads::linear_compensated", mutates_args=("statistics",))
+@torch.library.custom_op("quads::linear_compensated", mutates_args=("staged",))
 def quads_linear_compensated(
     x: torch.Tensor,
     packed: torch.Tensor,
@@ -52,23 +52,22 @@ def quads_linear_compensated(
     channels: torch.Tensor | None,
     columns: torch.Tensor | None,
     alpha: float,
-    statistics: list[torch.Tensor],
-    period: int,
-    row_mask: torch.Tensor | None,
+    sample_map: torch.Tensor | None,
+    staged: list[torch.Tensor],
     backend: str,
 ) -> torch.Tensor:
-    """See ``linear_compensated``; statistics: ``list(ChannelStatistics.buffers().values())``.
+    """See ``linear_compensated``.
 
-    global_scale: one element, any shape. period: 0 counts nothing, whatever ``enabled`` says.
+    global_scale: one element, any shape. sample_map, staged: map, rows and groups of ``Staging``;
+    nothing is kept without a map. ``staged`` has two tensors all the same: compilers cannot do with
+    an empty list of mutated ones.
     """
     return _layers(backend)[0](
         x,
         QuantizedTensor(packed, block_scale, global_scale.reshape(())),
         bias,
         compensation=InputCompensation(block_mask, channels, columns, alpha),
-        statistics=ChannelStatistics.of(statistics) if period else None,
-        period=period,
-        row_mask=row_mask,
+        staging=_staging(sample_map, staged),
     )
 
 
@@ -77,7 +76,7 @@ def _(x, packed, *args):  # type: ignore[no-untyped-def]
     return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
 
-@torch.library.custom_op("quads::moe_compensated", mutates_args=("statistics",))
+@torch.library.custom_op("quads::moe_compensated", mutates_args=("staged",))
 def quads_moe_compensated(
     x: torch.Tensor,
     w13_packed: torch.Tensor,
@@ -99,19 +98,11 @@ def quads_moe_compensated(
     w2_channels: torch.Tensor | None,
     w2_columns: torch.Tensor | None,
     alpha: float,
-    statistics: list[torch.Tensor],
-    period: int,
-    row_mask: torch.Tensor | None,
+    sample_map: torch.Tensor | None,
+    staged: list[torch.Tensor],
     backend: str,
 ) -> torch.Tensor:
-    """See ``fused_moe_compensated``; statistics: the buffers of w13's input, then of w2's."""
-    half = len(statistics) // 2
-    gathering = Gathering(
-        ChannelStatistics.of(statistics[:half]),
-        ChannelStatistics.of(statistics[half:]),
-        period,
-        row_mask,
-    )
+    """See ``fused_moe_compensated``; staged: rows and groups of w13's input, then of w2's."""
     return _layers(backend)[1](
         x,
         QuantizedTensor(w13_packed, w13_block_scale, w13_global_scale),
@@ -120,7 +111,7 @@ def quads_moe_compensated(
         topk_ids,
         w13_input=InputCompensation(w13_block_mask, w13_channels, w13_columns, alpha),
         w2_input=InputCompensation(w2_block_mask, w2_channels, w2_columns, alpha),
-        gathering=gathering if period else None,
+        gathering=Gathering(_staging(sample_map, staged[:2]), _staging(sample_map, staged[2:])),
         activation=Activation(activation, limit),
         expert_map=expert_map,
         apply_router_weight_on_input=apply_router_weight_on_input,
@@ -130,6 +121,10 @@ def quads_moe_compensated(
 @quads_moe_compensated.register_fake
 def _(x, *args):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)
+
+
+def _staging(sample_map: torch.Tensor | None, staged: list[torch.Tensor]) -> Staging | None:
+    return None if sample_map is None else Staging(sample_map, *staged)
 
 
 @cache

@@ -87,7 +87,7 @@ class SiteState:
 def new_site_state(
     site: Site, options: CompensationOptions, device: torch.device | str = "cpu"
 ) -> SiteState:
-    """Empty buffers: nothing counted, every block and no channel selected, gathering off."""
+    """Empty buffers: nothing counted, every block and no channel selected."""
     groups = len(site.groups)
     selection = new_selection(site, options, device)
     splice = selection.channels.shape[1] > 0

@@ -1,46 +1,41 @@
-"""Which rows are counted: of every ``period`` real rows in order of arrival exactly one.
+"""Which rows are counted: of every ``period`` tokens in order of arrival exactly one.
 
 Which one is drawn from a hash of the window's number, so a sequence that always has the same place
-in the batch is not favoured. How rows are spread over forwards makes no difference. All on the
-device, with shapes that depend on shapes only.
+in the batch is not favoured. How tokens are spread over forwards makes no difference, as long as a
+forward touches no more windows than it may have samples.
 """
 
-import torch
+__all__ = ["most_samples", "sampled_rows"]
 
-__all__ = ["sampled_rows"]
+# Odd constants of splitmix64.
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = 0xBF58476D1CE4E5B9
+_MASK = 2**64 - 1
 
-# Odd constants of splitmix64, as signed 64-bit integers.
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_MIX = 0xBF58476D1CE4E5B9 - 2**64
 
+def sampled_rows(offered: int, tokens: int, period: int, most: int) -> list[int]:
+    """The sampled ones of a forward's ``tokens`` rows, ascending; ``offered`` came before them.
 
-def sampled_rows(
-    offered: torch.Tensor, counted: torch.Tensor, period: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places of the sampled rows among those of a forward, and which of the places are used.
-
-    offered: [1] int64, real rows so far; advanced in place. counted: [M] bool, the real rows.
-    Returns rows [S] int64 (in range also where unused) and used [S] bool, S = about M / period + 1.
+    most: windows that are considered; of more, an evenly spread subset.
     """
-    total = counted.shape[0]
-    if total == 0:
-        empty = torch.zeros(0, dtype=torch.int64, device=counted.device)
-        return empty, empty.bool()
-    arrived = counted.long().cumsum(0)
-    ordinal = offered + arrived - 1
-    window = torch.div(ordinal, period, rounding_mode="floor")
-    take = counted & (ordinal - window * period == _pick(window, period))
-    taken = take.long().cumsum(0)
-    # M consecutive ordinals touch at most so many windows.
-    slots = min(total, (total - 2 + period) // period + 1)
-    # The i-th taken row is the first one at which i were taken; M if there is none.
-    rows = torch.searchsorted(taken, torch.arange(1, slots + 1, device=counted.device))
-    offered.add_(arrived[-1:])
-    return rows.clamp(max=total - 1), rows < total
+    if tokens == 0:
+        return []
+    first = offered // period
+    windows = (offered + tokens - 1) // period - first + 1
+    chosen = range(windows)
+    if windows > most:
+        chosen = [i * windows // most for i in range(most)]  # type: ignore[assignment]
+    rows = (_sample(first + i, period) - offered for i in chosen)
+    return [row for row in rows if 0 <= row < tokens]
 
 
-def _pick(window: torch.Tensor, period: int) -> torch.Tensor:
-    """The offset within each window, 0..period-1."""
-    mixed = window * _GOLDEN
-    mixed = (mixed ^ (mixed >> 32)) * _MIX
-    return ((mixed >> 33) & 0x7FFFFFFF) % period
+def most_samples(tokens: int, period: int) -> int:
+    """Windows that a forward of at most ``tokens`` tokens can touch."""
+    return min(tokens, (tokens - 2 + period) // period + 1)
+
+
+def _sample(window: int, period: int) -> int:
+    """The token of a window that is sampled, counted from the first token of all."""
+    mixed = window * _GOLDEN & _MASK
+    mixed = (mixed ^ mixed >> 32) * _MIX & _MASK
+    return window * period + (mixed >> 33) % period

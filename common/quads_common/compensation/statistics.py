@@ -58,8 +58,7 @@ class ChannelStatistics:
     plain_energy, served_energy, left_energy: [G, K/16] sums of ``RowEnergies``.
     underflows: [G, K/16] rows whose residual was lost.
     channel_energy: [G, K] residual energy of each channel, or [G, 0] if not gathered.
-    offered: [1] int64, real rows that came by, sampled or not.
-    enabled: [1] bool: nothing is counted while it is false, as in warm-up and graph capture.
+    offered: [1] int64, tokens that came by, sampled or not.
     """
 
     count: torch.Tensor
@@ -71,7 +70,6 @@ class ChannelStatistics:
     underflows: torch.Tensor
     channel_energy: torch.Tensor
     offered: torch.Tensor
-    enabled: torch.Tensor
 
     @property
     def variance(self) -> torch.Tensor:
@@ -103,7 +101,7 @@ def new_statistics(
     device: torch.device | str = "cpu",
     channel_energy: bool = False,
 ) -> ChannelStatistics:
-    """Empty statistics, not enabled. channel_energy: gather it too."""
+    """Empty statistics. channel_energy: gather it too."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -119,7 +117,6 @@ def new_statistics(
         underflows=zeros(groups, blocks),
         channel_energy=zeros(groups, width if channel_energy else 0),
         offered=zeros(1, dtype=torch.int64),
-        enabled=zeros(1, dtype=torch.bool),
     )
 
 
@@ -158,7 +155,7 @@ def update(
 
 
 def merge(parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
-    """New statistics of all rows of several, merged in order; ``enabled`` is the first one's."""
+    """New statistics of all rows of several, merged in order."""
     total = ChannelStatistics(*(t.clone() for t in parts[0].buffers().values()))
     for part in parts[1:]:
         _merge_moments(total, part.count, part.mean, part.m2)
@@ -186,9 +183,7 @@ def reduced(
     mean = pieces[-2].view_as(stats.mean) / found["count"].clamp(min=1).unsqueeze(1)
     m2 = stats.m2 + stats.count.unsqueeze(1) * (stats.mean - mean).square()
     all_reduce(m2)
-    return ChannelStatistics(
-        mean=mean, m2=m2, offered=pieces[-1].long(), enabled=stats.enabled.clone(), **found
-    )
+    return ChannelStatistics(mean=mean, m2=m2, offered=pieces[-1].long(), **found)
 
 
 def reset(stats: ChannelStatistics, groups: torch.Tensor | None = None) -> None:

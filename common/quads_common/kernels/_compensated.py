@@ -69,14 +69,14 @@ def list_bits_kernel(channels_ptr, bits_ptr, CHANNELS: tl.constexpr, WIDTH: tl.c
 def compensate_rows_kernel(
     x_ptr, factor_ptr, block_mask_ptr, channels_ptr, bits_ptr, next_channels_ptr, next_bits_ptr,
     operand_ptr, global_ptr, hot_ptr, packed_ptr, scale_ptr, residual_packed_ptr,
-    residual_scale_ptr, ids_ptr, map_ptr,
+    residual_scale_ptr, sample_ptr, staged_ptr, staged_group_ptr, ids_ptr, map_ptr,
     map_size, num_experts, rows, next_lists, stride_row, limit, act_alpha, beta, alpha,
     WIDTH: tl.constexpr, PLANE: tl.constexpr, PARTS: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_IDS: tl.constexpr, HAS_MAP: tl.constexpr, RAC: tl.constexpr, CHANNELS: tl.constexpr,
     MANY_MASKS: tl.constexpr, MANY_LISTS: tl.constexpr, FOLD_RESIDUAL: tl.constexpr,
     HAS_BITS: tl.constexpr, NEXT_CHANNELS: tl.constexpr, NEXT_WIDTH: tl.constexpr,
-    HOT: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr,
+    HOT: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr, STAGED: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, NEXT_MAY_START: tl.constexpr,
 ):  # fmt: skip
     """Activation, then ``operands.compensated_operands`` and ``fold`` of rows.
@@ -86,13 +86,16 @@ def compensate_rows_kernel(
     x: [rows, WIDTH] (2 * WIDTH if gated). block_mask: [lists, WIDTH / 16] bytes, with RAC.
     channels: [lists, CHANNELS] int32, -1 for none; 0 CHANNELS are no splice. The list of a row is
     its expert's if there are MANY, else the first. bits: [lists, WIDTH / 16] int32, the same as
-    bits of blocks; without HAS_BITS there is one list, and they are written. next_bits: of
+    bits of blocks; without HAS_BITS there is one list, from which they are made. next_bits: of
     next_channels [next_lists, NEXT_CHANNELS], lists of a later input. global: [rows] float32.
 
     operand: [rows, PARTS, 8, PLANE], 16-bit; 0 PARTS: none. Part 0 is code * block scale, to which
     FOLD_RESIDUAL adds alpha times that of the residual; else the residual is part 1. HOT, where hot
     values go: "fold" into part 0, "part" into the last part at their own places, "list" to hot
     [rows, SLOTS], in the order of the list. Rows of skipped slots are left alone.
+
+    STAGED: rows of a token whose x (after its factor or activation) is kept where sample [tokens]
+    gives the token a place, with the row's list, in staged and staged_group (``Staging``); 0: none.
     """
     if NEXT_MAY_START:  # it waits for the results itself (sm_90)
         tl.extra.cuda.gdc_launch_dependents()
@@ -123,15 +126,21 @@ def compensate_rows_kernel(
             bits = tl.load(bits_ptr + lists * (WIDTH // 16) + block[None, :], mask=inside, other=0)
         else:
             tl.static_assert(not MANY_LISTS)
-            bits = list_bits(channels_ptr, 0, block, CHANNELS, BLOCKS)
-            if tile == 0:
-                tl.store(bits_ptr + block, bits, mask=block < WIDTH // 16)
-            bits = bits[None, :]
+            bits = list_bits(channels_ptr, 0, block, CHANNELS, BLOCKS)[None, :]
         hot = hot_channels(bits)
+    if STAGED > 0:
+        place = tl.load(sample_ptr + row // STAGED, mask=row_inside, other=-1)
     x = load_rows(
         x_ptr, factor_ptr, stride_row, row, column[None, :, :], inside[:, :, None], WIDTH, limit,
         act_alpha, beta, ACTIVATION, HAS_LIMIT, HAS_FACTOR,
     )  # fmt: skip
+    if STAGED > 0:
+        kept = place >= 0
+        place = place.to(tl.int64) * STAGED + row % STAGED
+        target = staged_ptr + place[:, None, None] * WIDTH + column[None, :, :]
+        value = x.to(staged_ptr.dtype.element_ty)
+        tl.store(target, value, mask=inside[:, :, None] & kept[:, None, None])
+        tl.store(staged_group_ptr + place, expert.to(tl.int32), mask=kept)
     if HOT == "list":
         place = tl.arange(0, SLOTS)[None, :]
         slot_inside = row_inside[:, None] & (place < CHANNELS)

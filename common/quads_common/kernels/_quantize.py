@@ -103,7 +103,6 @@ def load_rows(
     """Rows, or the activation of rows, rounded to the input's dtype: float32 [ROWS, BLOCKS, 16].
 
     row: [ROWS] int64. column: of the result, [1 or ROWS, BLOCKS, 16]. inside: [ROWS, BLOCKS, 1].
-    ACTIVATION "planes" is none: element k of a row is at [k % 8, k / 8].
     """
     base = x_ptr + row[:, None, None] * stride_row
     at = column
@@ -117,8 +116,6 @@ def load_rows(
         x = activate_gated(
             gate.to(tl.float32), up.to(tl.float32), limit, alpha, beta, ACTIVATION, HAS_LIMIT
         )
-    elif ACTIVATION == "planes":
-        x = tl.load(base + at % 8 * (width // 8) + at // 8, mask=inside, other=0.0).to(tl.float32)
     else:
         x = tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
         if HAS_FACTOR:

@@ -4,25 +4,22 @@ Two forms of one definition (``operands.product``): ``folded``, residual and hot
 weight in the one float16 operand of the plain GEMM (``compensation.fold`` states the error), and
 ``exact``, one product for each. Hot channels with BF16 columns are a product of their own in both.
 
-As in the plain layers nothing synchronizes with the host and grids depend on shapes only. Rows are
-counted on a second stream, beside the GEMMs.
+As in the plain layers nothing synchronizes with the host and grids depend on shapes only. The
+quantizers keep the rows that are sampled (``compensation.staging``).
 """
-
-from functools import partial
 
 import torch
 
 from quads_common.activation import Activation
 from quads_common.compensation.moe import Gathering
 from quads_common.compensation.operands import InputCompensation
-from quads_common.compensation.statistics import ChannelStatistics
+from quads_common.compensation.staging import Staging
 from quads_common.format import QuantizedTensor
 from quads_common.kernels.compensated_gemm import compensated_gemm, exact_config
 from quads_common.kernels.compensated_rows import compensate_rows
 from quads_common.kernels.gemm import GemmConfig, linear_config
 from quads_common.kernels.moe import DOWN, GATE_UP, MoeConfig, batch_invariant, moe_config
 from quads_common.kernels.route import Routes, make_table, sum_slots_triton
-from quads_common.kernels.statistics import Beside, observe_triton
 from quads_common.moe import check_shapes
 
 __all__ = [
@@ -30,7 +27,6 @@ __all__ = [
     "fused_moe_compensated_hopper",
     "fused_moe_compensated_triton",
     "linear_compensated_triton",
-    "observe_both",
 ]
 
 
@@ -40,9 +36,7 @@ def linear_compensated_triton(
     bias: torch.Tensor | None = None,
     *,
     compensation: InputCompensation,
-    statistics: ChannelStatistics | None = None,
-    period: int = 1,
-    row_mask: torch.Tensor | None = None,
+    staging: Staging | None = None,
     exact: bool = False,
     config: GemmConfig | None = None,
 ) -> torch.Tensor:
@@ -64,18 +58,8 @@ def linear_compensated_triton(
     )
     y = x.new_empty((rows.shape[0], weight.shape[0]))
     config = form_config(config or linear_config(rows.shape[0]), lists, exact)
-    quantized = compensate_rows(rows, lists, exact=exact)
-    aside = Beside(x.device)
-    if statistics is not None:
-        mask = None if row_mask is None else row_mask.reshape(-1)
-        aside.run(
-            partial(
-                observe_triton, statistics, rows, compensation, period, row_mask=mask,
-                hot_bits=quantized.hot_bits,
-            )
-        )  # fmt: skip
+    quantized = compensate_rows(rows, lists, exact=exact, staging=staging)
     compensated_gemm(quantized, lists, stacked, y, config=config, bias=bias)
-    aside.join()
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -119,22 +103,18 @@ def fused_moe_compensated_triton(
     table = make_table(routes, first.block_m)
     rows = compensate_rows(
         x, w13_input, exact=exact, row_factor=row_factor,
-        following=_following(w2_input, w2.shape[2]),
+        following=_following(w2_input, w2.shape[2]), staging=gathering.w13,
     )  # fmt: skip
-    first_bits, second_bits = rows.hot_bits, rows.next_bits
+    second_bits = rows.next_bits
     y = x.new_empty((tokens * top_k, w13.shape[1]))
     compensated_gemm(
         rows, w13_input, w13, y, config=first, table=table, top_k=top_k, bias=w13_bias,
         layout=GATE_UP if tiled else None,
     )  # fmt: skip
-    aside = Beside(x.device)
-    observe_both(
-        aside, gathering, x, y, w13_input, w2_input, routes, activation, row_factor, first_bits,
-        second_bits,
-    )  # fmt: skip
     rows = compensate_rows(
-        y, w2_input, exact=exact, routes=routes, activation=activation, hot_bits=second_bits
-    )
+        y, w2_input, exact=exact, routes=routes, activation=activation, hot_bits=second_bits,
+        staging=gathering.w2,
+    )  # fmt: skip
     if second.block_m != table.block_m:
         table = make_table(routes, second.block_m)
     slots = torch.empty((tokens * top_k, x.shape[1]), dtype=torch.float32, device=x.device)
@@ -143,7 +123,6 @@ def fused_moe_compensated_triton(
         router_weight=None if apply_router_weight_on_input else router,
         layout=DOWN if tiled else None,
     )  # fmt: skip
-    aside.join()
     return sum_slots_triton(slots, routes, x.dtype)
 
 
@@ -194,28 +173,18 @@ def fused_moe_compensated_hopper(
     overlap = plan.form == "few"
     rows = compensate_rows(
         x, w13_input, row_factor=row_factor, following=_following(w2_input, inner),
-        next_may_start=overlap,
+        staging=gathering.w13, next_may_start=overlap,
     )  # fmt: skip
     assert rows.operand is not None
-    product = None
-    if gathering.w2 is not None:
-        product = x.new_empty((tokens * top_k, inner))
     mask = w2_input.block_mask
     slots = hopper.decode_experts(
         rows.operand, w13, w2, routes, None if apply_router_weight_on_input else router, plan,
-        activation.limit, product=product,
+        activation.limit, staging=gathering.w2,
         compensation=hopper.RowCompensation(
             None if mask is None else mask.contiguous(), rows.next_bits, w2_input.alpha
         ),
     )  # fmt: skip
-    aside = Beside(x.device)
-    observe_both(
-        aside, gathering, x, product, w13_input, w2_input, routes, None, row_factor, rows.hot_bits,
-        rows.next_bits,
-    )  # fmt: skip
-    out = sum_slots_triton(slots, routes, x.dtype, early=overlap and product is None)
-    aside.join()
-    return out
+    return sum_slots_triton(slots, routes, x.dtype, early=overlap)
 
 
 def _following(lists: InputCompensation, width: int) -> tuple[torch.Tensor, int] | None:
@@ -223,37 +192,6 @@ def _following(lists: InputCompensation, width: int) -> tuple[torch.Tensor, int]
     if lists.channels is None or lists.channels.shape[1] == 0:
         return None
     return lists.channels, width
-
-
-def observe_both(
-    aside: Beside,
-    gathering: Gathering,
-    x: torch.Tensor,
-    y: torch.Tensor | None,
-    w13_input: InputCompensation,
-    w2_input: InputCompensation,
-    routes: Routes,
-    activation: Activation | None,
-    row_factor: torch.Tensor | None,
-    first_bits: torch.Tensor | None,
-    second_bits: torch.Tensor | None,
-) -> None:
-    """Count both inputs. y: GEMM1's results, or without an activation GEMM2's input in planes."""
-    observe_rows = partial(observe_triton, period=gathering.period, row_mask=gathering.row_mask)
-    if gathering.w13 is not None:
-        aside.run(
-            partial(
-                observe_rows, gathering.w13, x, w13_input, row_factor=row_factor,
-                hot_bits=first_bits,
-            )
-        )  # fmt: skip
-    if gathering.w2 is not None and y is not None:
-        aside.run(
-            partial(
-                observe_rows, gathering.w2, y, w2_input, routes=routes, activation=activation,
-                hot_bits=second_bits, planes=activation is None,
-            )
-        )  # fmt: skip
 
 
 def form_config(config: GemmConfig, lists: InputCompensation, exact: bool) -> GemmConfig:

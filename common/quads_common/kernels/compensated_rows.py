@@ -11,6 +11,7 @@ import triton  # type: ignore[import-untyped]
 
 from quads_common.activation import Activation
 from quads_common.compensation.operands import InputCompensation
+from quads_common.compensation.staging import Staging
 from quads_common.format import BLOCK_SIZE, QuantizedTensor, check_block_aligned
 from quads_common.kernels import _compensated
 from quads_common.kernels.route import Routes
@@ -43,7 +44,7 @@ class CompensatedRows:
     operand: of the folded form. parts: of the exact form. hot: [rows, C] values of the hot channels
         for BF16 columns, in x's dtype, 0 where the list has -1.
     quantized, residual: codes and scales; of the residual 0 outside the selected blocks.
-    hot_bits: ``list_bits`` of the channels. next_bits: those of ``following``.
+    next_bits: ``list_bits`` of ``following``.
     """
 
     operand: Operand | None = None
@@ -52,7 +53,6 @@ class CompensatedRows:
     quantized: QuantizedTensor | None = None
     residual: QuantizedTensor | None = None
     codes: tuple[torch.Tensor, torch.Tensor] | None = None
-    hot_bits: torch.Tensor | None = None
     next_bits: torch.Tensor | None = None
 
 
@@ -68,6 +68,7 @@ def compensate_rows(
     routes: Routes | None = None,
     hot_bits: torch.Tensor | None = None,
     following: tuple[torch.Tensor, int] | None = None,
+    staging: Staging | None = None,
     next_may_start: bool = False,
 ) -> CompensatedRows:
     """The operands of rows, with the lists of their experts (``routes``) or those of group 0.
@@ -76,7 +77,8 @@ def compensate_rows(
     exact: the parts of two or three products instead of one folded operand. packed: codes and
         scales too. operand: False: these alone, and a list of hot values whatever their columns.
     hot_bits: ``list_bits`` of these lists, if they are there. following: channel lists and width of
-        a later input; the same launch makes its bits.
+        a later input; the same launch makes its bits. staging: where sampled rows are kept, as the
+        quantizer sees them.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit; BF16 columns, or hot values in the
@@ -92,6 +94,8 @@ def compensate_rows(
         raise ValueError(f"rows of {width} elements are too long: at most {MAX_WIDTH}")
     lists = 1 if routes is None else routes.num_experts
     _check_lists(compensation, lists, width)
+    if staging is not None:
+        _check_staging(staging, rows, width, 1 if routes is None else routes.topk_ids.shape[1])
     x = x if x.stride(-1) == 1 else x.contiguous()
     rac = compensation.block_mask is not None
     channels = compensation.channels
@@ -119,13 +123,8 @@ def compensate_rows(
         scales = row_scale.unsqueeze(1)
         stored = [QuantizedTensor(codes[0][i], codes[1][i], scales) for i in range(1 + rac)]
     # The kernel makes the bits of one list itself.
-    makes_bits = False
-    if channels is not None and slots and hot_bits is None:
-        makes_bits = channels.shape[0] == 1
-        if makes_bits:
-            hot_bits = x.new_empty((1, width // BLOCK_SIZE), dtype=torch.int32)
-        else:
-            hot_bits = list_bits(channels, width)
+    if channels is not None and slots and hot_bits is None and channels.shape[0] > 1:
+        hot_bits = list_bits(channels, width)
     next_bits = None
     if following is not None:
         next_shape = (following[0].shape[0], following[1] // BLOCK_SIZE)
@@ -133,12 +132,12 @@ def compensate_rows(
     if rows and width:
         _launch(
             x, compensation, exact, activation, row_factor, routes, width, values, row_scale, hot,
-            stored, hot_bits, makes_bits, following, next_bits, next_may_start,
+            stored, hot_bits, following, next_bits, staging, next_may_start,
         )  # fmt: skip
     quantized, residual = (*stored, None, None)[:2]
     parts = Parts(values, row_scale, width, rac, hot_part) if exact else None
     folded = Operand(values.squeeze(1), row_scale, width) if operand and not exact else None
-    return CompensatedRows(folded, parts, hot, quantized, residual, codes, hot_bits, next_bits)
+    return CompensatedRows(folded, parts, hot, quantized, residual, codes, next_bits)
 
 
 def list_bits(channels: torch.Tensor, width: int) -> torch.Tensor:
@@ -170,6 +169,20 @@ def _check_lists(compensation: InputCompensation, lists: int, width: int) -> Non
         raise ValueError("columns need the channels that they belong to")
 
 
+def _check_staging(staging: Staging, rows: int, width: int, top_k: int) -> None:
+    sample_map, kept, groups = staging.sample_map, staging.rows, staging.groups
+    if sample_map.numel() * top_k != rows or sample_map.dtype != torch.int32:
+        raise ValueError(
+            f"sample_map must be int32 [{rows // top_k}], got {sample_map.dtype} "
+            f"{list(sample_map.shape)}"
+        )
+    if kept.shape != (groups.numel(), width) or groups.numel() % top_k:
+        raise ValueError(
+            f"staged rows must be [places * {top_k}, {width}] with as many groups, got "
+            f"{list(kept.shape)} and {list(groups.shape)}"
+        )
+
+
 def _new_codes(
     x: torch.Tensor, parts: int, rows: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,9 +204,9 @@ def _launch(
     hot: torch.Tensor | None,
     codes: list[QuantizedTensor],
     hot_bits: torch.Tensor | None,
-    makes_bits: bool,
     following: tuple[torch.Tensor, int] | None,
     next_bits: torch.Tensor | None,
+    staging: Staging | None,
     next_may_start: bool,
 ) -> None:
     blocks = max(16, triton.next_power_of_2(width // BLOCK_SIZE))
@@ -221,6 +234,7 @@ def _launch(
         row_scale,
         hot if hot is not None else x,
         *(stored + [x] * 4)[:4],
+        *((staging.sample_map, staging.rows, staging.groups) if staging is not None else (x, x, x)),
         *(routes.lookup if routes is not None else (x, x, 0, 0)),
         x.shape[0], next_lists, x.stride(0), limit or 0.0, act_alpha, beta, compensation.alpha,
         WIDTH=width, PLANE=values.shape[-1], PARTS=values.shape[1],
@@ -232,9 +246,10 @@ def _launch(
         RAC=mask is not None, CHANNELS=slots,
         MANY_MASKS=mask is not None and mask.shape[0] > 1,
         MANY_LISTS=channels is not None and channels.shape[0] > 1,
-        FOLD_RESIDUAL=not exact, HAS_BITS=not makes_bits,
+        FOLD_RESIDUAL=not exact, HAS_BITS=hot_bits is not None,
         NEXT_CHANNELS=next_channels.shape[1] if next_lists else 0, NEXT_WIDTH=next_width,
         HOT=hot_form, SLOTS=triton.next_power_of_2(max(1, slots)), PACKED=bool(codes),
+        STAGED=0 if staging is None else 1 if routes is None else routes.topk_ids.shape[1],
         ROWS=tile_rows, BLOCKS=blocks,
         num_warps=row_warps(tiles, blocks * tile_rows * BLOCK_SIZE),
         NEXT_MAY_START=next_may_start, enable_fp_fusion=False,

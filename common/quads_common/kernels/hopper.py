@@ -15,6 +15,7 @@ import torch
 
 from quads_common import format as contract
 from quads_common.activation import Activation
+from quads_common.compensation.staging import Staging
 from quads_common.format import QuantizedTensor
 from quads_common.gemm import ActFormat
 from quads_common.kernels.cuda.nvrtc import Kernel, compile_cubin, load_kernels
@@ -159,13 +160,13 @@ def decode_experts(
     limit: float | None,
     inspection: Inspection | None = None,
     compensation: RowCompensation | None = None,
-    product: torch.Tensor | None = None,
+    staging: Staging | None = None,
 ) -> torch.Tensor:
     """Each slot's (w2 @ product) * router weight, float32 [slots, H]; skipped slots not written.
 
     operand: the layer's input. w13, w2: tiled. router: [T, k] float32, None: 1. compensation: of
-    GEMM2's input, W4A4 only. product: [slots, 8, I/8] bf16, receives GEMM2's input before it is
-    quantized, element k of a row at [k % 8, k // 8].
+    GEMM2's input, W4A4 only. staging: where GEMM2's input is kept for sampled tokens, before it is
+    quantized; W4A4 only, bf16.
     """
     tokens, top_k = routes.topk_ids.shape
     hidden, inner = w2.shape[1], w2.shape[2]
@@ -178,9 +179,10 @@ def decode_experts(
     stream = torch.cuda.current_stream(device).cuda_stream
     processors = _processors(device)
     out = torch.empty((slots, hidden), dtype=torch.float32, device=device)
+    product = None
     if inspection is not None:
         product = inspection.product
-    elif product is None and plan.form != "fused":
+    elif plan.form != "fused":
         product = torch.empty((slots, inner), dtype=torch.bfloat16, device=device)
     arguments = _MoeArguments(
         w13=_pointer(w13.packed), w13_scale=_pointer(w13.block_scale), w2=_pointer(w2.packed),
@@ -189,6 +191,7 @@ def decode_experts(
         row_scale=_pointer(operand.row_scale), router=_pointer(router), product=_pointer(product),
         out=_pointer(out), routes=_route_arguments(routes, plan, processors),
         limit=math.inf if limit is None else limit, compensation=_compensation(compensation),
+        **_staging(staging, tokens, top_k, inner),
     )  # fmt: skip
     if inspection is not None:
         arguments.inspect_y = _pointer(inspection.y)
@@ -272,8 +275,8 @@ class _MoeArguments(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 "w13", "w13_scale", "w2", "w2_scale", "w13_global", "w2_global", "x", "row_scale",
-                "router", "product", "out", "inspect_y", "inspect_operand",
-                "inspect_scale",
+                "router", "product", "out", "sample_map", "staged_rows", "staged_groups",
+                "inspect_y", "inspect_operand", "inspect_scale",
             )
         ),
         ("routes", _Routes),
@@ -305,6 +308,25 @@ def _compensation(lists: RowCompensation | None) -> _Compensation:
             raise ValueError(f"{name} must be contiguous, has strides {list(tensor.stride())}")
     strides = (0 if t is None or t.shape[0] == 1 else t.shape[1] for t in (mask, bits))
     return _Compensation(_pointer(mask), _pointer(bits), *strides, lists.alpha)
+
+
+def _staging(staging: Staging | None, tokens: int, top_k: int, inner: int) -> dict[str, int | None]:
+    if staging is None:
+        return {}
+    wanted = {
+        "sample_map": (staging.sample_map, torch.int32, (tokens,)),
+        "staged_rows": (staging.rows, torch.bfloat16, (staging.groups.numel(), inner)),
+        "staged_groups": (staging.groups, torch.int32, (staging.groups.numel(),)),
+    }
+    for name, (tensor, dtype, shape) in wanted.items():
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be {dtype} {list(shape)}, contiguous, got {tensor.dtype} "
+                f"{list(tensor.shape)}"
+            )
+    if staging.groups.numel() % top_k:
+        raise ValueError(f"{staging.groups.numel()} staged rows are not {top_k} for each place")
+    return {name: _pointer(tensor) for name, (tensor, *_) in wanted.items()}
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

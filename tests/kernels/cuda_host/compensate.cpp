@@ -12,6 +12,7 @@
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
+struct uint4 { u32 x, y, z, w; };
 #define DEVICE static inline
 using std::max;
 using std::min;
@@ -34,6 +35,7 @@ DEVICE float __fdiv_rn(float a, float b) { return a / b; }
 DEVICE u32 pack_fp16(float low, float high) {
   return (u32)_cvtss_sh(low, 0) | (u32)_cvtss_sh(high, 0) << 16;
 }
+DEVICE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 DEVICE u32 __reduce_max_sync(u32, u32 value) {
   shared_max[this_lane] = value;
   all->arrive_and_wait();
@@ -70,4 +72,13 @@ extern "C" void compensate(u8* rows, float* scales, int count, const u8* mask, c
   auto form = rac ? (splice ? run<true, true> : run<true, false>)
                   : (splice ? run<false, true> : run<false, false>);
   form(rows, scales, count, mask, bits, alpha);
+}
+
+// rows: 16-bit [count, 8, 2 * K_BLOCKS]; to target [count, 16 * K_BLOCKS] as stage_products does it.
+extern "C" void in_order(u8* rows, u8* target, int count) {
+  constexpr int BYTES = K_BLOCKS * 32;
+  memory = rows;
+  for (int row = 0; row < count; row++)
+    for (int word = 0; word < K_BLOCKS; word++)
+      store_in_order(target + row * BYTES + word * 32, row * BYTES + word * 4, K_BLOCKS * 4);
 }

@@ -5,7 +5,9 @@ import torch
 
 from quads_common.compensation import CompensationOptions, Site, new_site_state
 from quads_common.compensation.ops import quads_linear_compensated, quads_moe_compensated
+from quads_common.compensation.staging import StagedInput, Staging, new_staging
 from quads_common.kernels import compensated
+from quads_common.kernels.statistics import count_staged_triton
 from tests.kernels import compare_compensated, compare_compensated_rows, compare_statistics
 from tests.kernels.compensated_cases import Preset
 from tests.kernels.exact import random_rows, random_weight
@@ -21,7 +23,7 @@ GROUPS = [
     compare_compensated.tiled_layers,
 ]
 OPTIONS = CompensationOptions.from_preset(
-    "quads_splice", {"sampling_rate": 0.5, "splice_count_w13": 16, "splice_count_w2": 16}
+    "quads_splice", {"splice_count_w13": 16, "splice_count_w2": 16}
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -43,14 +45,13 @@ def new_states():
     )
     states = [new_site_state(site, OPTIONS) for site in sites]
     for i, state in enumerate(states):
-        state.statistics.enabled.fill_(True)
         state.selection.channels[:, :3] = torch.tensor([1, 17, 40 + i])
         state.selection.block_mask[:, 1] = False
     return states
 
 
 def test_ops_run_the_form_they_name(monkeypatch):
-    """And count the rows, whichever it is."""
+    """And keep the sampled rows, whichever it is."""
     generator = torch.Generator().manual_seed(0)
     w13 = random_weight(4, 96, 160, generator=generator, exact=True)
     w2 = random_weight(4, 160, 48, generator=generator, exact=True)
@@ -59,36 +60,43 @@ def test_ops_run_the_form_they_name(monkeypatch):
     router = torch.rand((6, 2), generator=generator)
     weights = (w13.packed, w13.block_scale, w13.global_scale)
     weights += (w2.packed, w2.block_scale, w2.global_scale)
-    mask = torch.tensor([True, True, False, True, True, True])
+    sample_map = torch.tensor([-1, 2, -1, 0, 1, -1], dtype=torch.int32)
     forms, plain = [], compensated.compensate_rows
     monkeypatch.setattr(
         compensated,
         "compensate_rows",
         lambda *a, **k: forms.append(k["exact"]) or plain(*a, **k),
     )
-    results = {}
+    results, kept = {}, {}
     for backend in ("emulated", "triton", "triton_exact"):
         states = new_states()
         lists = [s.selection for s in states]
-        buffers = [t for s in states[:2] for t in s.statistics.buffers().values()]
+        buffers = [new_staging(4, k, width, x.dtype) for k, width in ((1, 160), (2, 48), (1, 160))]
         moe = quads_moe_compensated(
             x, *weights, router, ids, None, "silu", None, False, lists[0].block_mask,
-            lists[0].channels, None, lists[1].block_mask, lists[1].channels, None, 1.0, buffers, 2,
-            mask, backend,
+            lists[0].channels, None, lists[1].block_mask, lists[1].channels, None, 1.0,
+            sample_map, [*buffers[0], *buffers[1]], backend,
         )  # fmt: skip
         linear = quads_linear_compensated(
             x, *(t[0] for t in weights[:3]), None, lists[2].block_mask, lists[2].channels, None,
-            1.0, list(states[2].statistics.buffers().values()), 2, mask, backend,
+            1.0, sample_map, list(buffers[2]), backend,
         )  # fmt: skip
         results[backend] = (moe, linear)
-        assert [int(s.statistics.offered) for s in states] == [5, 5, 5]
-        assert min(float(s.statistics.count.sum()) for s in states) >= 2
+        kept[backend] = buffers
+        assert [groups.tolist() for _, groups in buffers] == [
+            [0, 0, 0, -1], [0, 1, 2, 1, 1, -1, -1, -1], [0, 0, 0, -1],
+        ]  # fmt: skip
     assert forms == [False] * 3 + [True] * 3
     for i, bound in enumerate((2e-2, 1e-3)):
         want = results["emulated"][i].double()
         for backend in ("triton", "triton_exact"):
             error = float((results[backend][i].double() - want).norm() / want.norm())
             assert error < bound, f"{backend} {i}: {error:.1e}"
+    for backend in ("triton", "triton_exact"):
+        for i, tolerance in enumerate((0, 1e-2, 0)):
+            torch.testing.assert_close(
+                kept[backend][i][0], kept["emulated"][i][0], rtol=tolerance, atol=tolerance
+            )
 
 
 def test_bad_arguments_are_named():
@@ -101,10 +109,15 @@ def test_bad_arguments_are_named():
         compensated.compensate_rows(x, lists, exact=True)
     with pytest.raises(ValueError, match="block_mask must be bool"):
         compensated.compensate_rows(x[:, :32], Preset(1.0).lists(64, 1, 8, "cpu"))
+    rows, groups = new_staging(2, 1, 64, x.dtype)
+    sample_map = torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"sample_map must be int32 \[2\]"):
+        compensated.compensate_rows(x, lists, staging=Staging(sample_map, rows, groups))
+    with pytest.raises(ValueError, match=r"staged rows must be \[places \* 1, 64\]"):
+        compensated.compensate_rows(x, lists, staging=Staging(sample_map[:2], rows, groups[:1]))
     state = new_states()[0].statistics
-    with pytest.raises(ValueError, match=r"x must be \[2, 160\]"):
-        compensated.observe_triton(state, x, lists, 2)
-    with pytest.raises(ValueError, match=r"row_mask must be bool \[2\]"):
-        compensated.observe_triton(
-            state, torch.zeros((2, 160)), lists, 2, row_mask=torch.ones(3, dtype=torch.bool)
-        )
+    with pytest.raises(ValueError, match=r"rows must be \[R, 160\]"):
+        count_staged_triton([StagedInput(state, lists, rows, groups)], 2)
+    with pytest.raises(ValueError, match=r"groups must be int32 \[2\]"):
+        rows = torch.zeros((2, 160))
+        count_staged_triton([StagedInput(state, lists, rows, groups.long())], 2)

@@ -1,18 +1,16 @@
 """Linears on FP4 tensor cores: ``quads_common.gemm.linear`` and ``linear_compensated``."""
 
 import dataclasses
-from functools import partial
 
 import torch
 
 from quads_common.compensation.operands import InputCompensation
-from quads_common.compensation.statistics import ChannelStatistics
+from quads_common.compensation.staging import Staging
 from quads_common.format import QuantizedTensor
 from quads_common.gemm import ActFormat
 from quads_common.kernels.blackwell.gemm import Fp4Config, fp4_config, grouped_gemm_fp4
 from quads_common.kernels.blackwell.rows import pack_rows
 from quads_common.kernels.gemm import linear_triton
-from quads_common.kernels.statistics import Beside, observe_triton
 
 __all__ = ["linear_blackwell"]
 
@@ -24,18 +22,16 @@ def linear_blackwell(
     *,
     act: ActFormat = "nvfp4",
     compensation: InputCompensation | None = None,
-    statistics: ChannelStatistics | None = None,
-    period: int = 1,
-    row_mask: torch.Tensor | None = None,
+    staging: Staging | None = None,
     config: Fp4Config | None = None,
 ) -> torch.Tensor:
     """y = round(product + bias) to x's dtype: ``linear``, or ``linear_compensated`` with lists.
 
     ``act="bf16"`` is ``linear_triton``: FP4 tensor cores take no unquantized activations.
-    compensation, statistics: W4A4 only. config: default by the number of rows.
+    compensation, staging: W4A4 only. config: default by the number of rows.
     """
     if act != "nvfp4":
-        if compensation is not None or statistics is not None:
+        if compensation is not None or staging is not None:
             raise ValueError(f"compensation is for act='nvfp4', not for {act!r}")
         return linear_triton(x, weight, bias, act=act)
     if len(weight.shape) != 2 or weight.per_token:
@@ -49,18 +45,8 @@ def linear_blackwell(
     stacked = QuantizedTensor(
         weight.packed.unsqueeze(0), weight.block_scale.unsqueeze(0), weight.global_scale.reshape(1)
     )
-    packed = pack_rows(rows, lists)
-    aside = Beside(x.device)
-    if statistics is not None:
-        mask = None if row_mask is None else row_mask.reshape(-1)
-        aside.run(
-            partial(
-                observe_triton, statistics, rows, lists, period, row_mask=mask,
-                hot_bits=packed.hot_bits,
-            )
-        )  # fmt: skip
+    packed = pack_rows(rows, lists, staging=staging)
     config = config or fp4_config(len(rows), packed.width, packed.has_residual)
     y = x.new_empty((rows.shape[0], weight.shape[0]))
     grouped_gemm_fp4(packed, stacked, y, config=config, compensation=lists, bias=bias)
-    aside.join()
     return y.reshape(*x.shape[:-1], weight.shape[0])

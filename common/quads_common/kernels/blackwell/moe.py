@@ -14,10 +14,8 @@ from quads_common.format import QuantizedTensor
 from quads_common.gemm import ActFormat
 from quads_common.kernels.blackwell.gemm import fp4_config, grouped_gemm_fp4
 from quads_common.kernels.blackwell.rows import pack_rows
-from quads_common.kernels.compensated import observe_both
 from quads_common.kernels.moe import check_call, fused_moe_triton
 from quads_common.kernels.route import Routes, make_table, sum_slots_triton
-from quads_common.kernels.statistics import Beside
 
 __all__ = ["fused_moe_blackwell"]
 
@@ -70,24 +68,23 @@ def fused_moe_blackwell(
     following = None
     if w2_input.channels is not None and w2_input.channels.shape[1]:
         following = w2_input.channels, w2.shape[2]
-    rows = pack_rows(x, w13_input, row_factor=row_factor, following=following)
-    first_bits, second_bits = rows.hot_bits, rows.next_bits
+    gathering = gathering or Gathering()
+    rows = pack_rows(
+        x, w13_input, row_factor=row_factor, following=following, staging=gathering.w13
+    )
+    second_bits = rows.next_bits
     y = x.new_empty((tokens * top_k, w13.shape[1]))
     grouped_gemm_fp4(
         rows, w13, y, config=first, compensation=w13_input, table=table, top_k=top_k,
         bias=w13_bias,
     )  # fmt: skip
-    aside = Beside(x.device)
-    if gathering is not None:
-        observe_both(
-            aside, gathering, x, y, w13_input, w2_input, routes, activation, row_factor, first_bits,
-            second_bits,
-        )  # fmt: skip
-    rows = pack_rows(y, w2_input, activation=activation, routes=routes, hot_bits=second_bits)
+    rows = pack_rows(
+        y, w2_input, activation=activation, routes=routes, hot_bits=second_bits,
+        staging=gathering.w2,
+    )  # fmt: skip
     slots = torch.empty((tokens * top_k, x.shape[1]), dtype=torch.float32, device=x.device)
     grouped_gemm_fp4(
         rows, w2, slots, config=second, compensation=w2_input, table=table, bias=w2_bias,
         router_weight=None if apply_router_weight_on_input else router,
     )  # fmt: skip
-    aside.join()
     return sum_slots_triton(slots, routes, x.dtype)

@@ -6,6 +6,7 @@ import torch
 
 from quads_common.activation import Activation
 from quads_common.compensation.operands import InputCompensation, channel_mask
+from quads_common.compensation.staging import Staging
 from quads_common.format import BLOCK_SIZE, QuantizedTensor
 from quads_common.kernels.compensated_rows import compensate_rows
 from quads_common.kernels.route import Routes
@@ -25,14 +26,13 @@ class PackedRows:
         is 0 outside the selected blocks.
     block_scale: [1 or 2, rows, K/16] float8_e4m3fn. row_scale: [rows] float32 global scales.
     hot: [rows, C] bf16 values of the hot channels, 0 where the list has -1; None: no splice.
-    hot_bits, next_bits: as ``compensated_rows.CompensatedRows`` has them.
+    next_bits: as ``compensated_rows.CompensatedRows`` has them.
     """
 
     packed: torch.Tensor
     block_scale: torch.Tensor
     row_scale: torch.Tensor
     hot: torch.Tensor | None = None
-    hot_bits: torch.Tensor | None = None
     next_bits: torch.Tensor | None = None
 
     @property
@@ -55,18 +55,21 @@ def pack_rows(
     routes: Routes | None = None,
     hot_bits: torch.Tensor | None = None,
     following: tuple[torch.Tensor, int] | None = None,
+    staging: Staging | None = None,
 ) -> PackedRows:
     """Activation function, rounding to the model's dtype and quantization of rows, in one pass.
 
-    The arguments are those of ``kernels.compensated_rows.compensate_rows``; without lists it is
-    ``kernels.rows.quantize_rows`` that runs. Rows of skipped slots are left uninitialized.
+    The arguments are those of ``kernels.compensated_rows.compensate_rows``; with neither lists nor
+    staging it is ``kernels.rows.quantize_rows`` that runs. Rows of skipped slots are left
+    uninitialized.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit; splice of other activations than
             bf16.
     """
     lists = lists or InputCompensation()
-    if lists.block_mask is None and not _is_spliced(lists) and following is None:
+    nothing = lists.block_mask is None and not _is_spliced(lists)
+    if nothing and following is None and staging is None:
         q = quantize_rows(
             x, activation=activation, row_factor=row_factor, routes=routes, operand=False,
             packed=True,
@@ -75,11 +78,11 @@ def pack_rows(
         return _packed_rows([q], None)
     rows = compensate_rows(
         x, lists, packed=True, operand=False, activation=activation, row_factor=row_factor,
-        routes=routes, hot_bits=hot_bits, following=following,
+        routes=routes, hot_bits=hot_bits, following=following, staging=staging,
     )  # fmt: skip
     assert rows.codes is not None and rows.quantized is not None
     scales = rows.quantized.global_scale.flatten()
-    return PackedRows(*rows.codes, scales, rows.hot, rows.hot_bits, rows.next_bits)
+    return PackedRows(*rows.codes, scales, rows.hot, rows.next_bits)
 
 
 def pack_rows_ref(

@@ -20,6 +20,21 @@ DEVICE float encode_scale(float scale, float global) {
   return decode == 0.0f ? 0.0f : fminf(__fdiv_rn(1.0f, decode), FLT_MAX);
 }
 
+// 16 elements of a row of 16-bit values, which lie in planes of `plane` bytes in shared memory (element
+// k in plane k % 8, two of each plane from `source` on), to `target` in their order.
+DEVICE void store_in_order(u8* target, u32 source, u32 plane) {
+  u32 first[4], second[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const u32 even = load_shared(source + 2 * j * plane);
+    const u32 odd = load_shared(source + (2 * j + 1) * plane);
+    first[j] = (even & 0xFFFFu) | odd << 16;
+    second[j] = even >> 16 | (odd & 0xFFFF0000u);
+  }
+  ((uint4*)target)[0] = make_uint4(first[0], first[1], first[2], first[3]);
+  ((uint4*)target)[1] = make_uint4(second[0], second[1], second[2], second[3]);
+}
+
 DEVICE float power_of_two(int exponent) { return as_float((u32)(exponent + 127) << 23); }
 
 // A row of K = BLOCKS * 16 bfloat16 in shared memory, as `rows.Operand` with planes of PLANE bytes,

@@ -26,9 +26,12 @@ struct MoeArguments {
   const u8* x;             // 16-bit operands [T, 8, plane], see `rows.Operand`
   const float* row_scale;  // [T] with FP16, else null
   const float* router;     // [slots] float32, or null: 1
-  u8* product;             // moe_up writes, moe_down reads: bfloat16 [slots, 8, I/8]; moe_both
-                           // writes it unless it is null
+  u8* product;             // moe_up writes, moe_down reads: bfloat16 [slots, 8, I/8]; with INSPECT
+                           // moe_both writes it too
   float* out;              // [slots, H]
+  const int* sample_map;   // [T] the place of each sampled token, else -1; null: nothing is kept
+  u8* staged_rows;         // bfloat16 [places * k, I]: GEMM2's input before it is quantized
+  int* staged_groups;      // [places * k]: its expert
   u8* inspect_y;           // with INSPECT: GEMM1's rounded result, bfloat16 [slots, 2I]
   u8* inspect_operand;     // with INSPECT: GEMM2's operand [slots, 8, I/8]
   float* inspect_scale;    // with INSPECT: its row scale [slots]
@@ -57,6 +60,7 @@ struct Constant {
 // What a slot needs besides its operand.
 struct Slots {
   int ids[MAX_ROWS];
+  int staged[MAX_ROWS];  // the row of staged_rows, -1: none
   float gate_up_factor[MAX_ROWS];
   float down_factor[MAX_ROWS];
   float router[MAX_ROWS];
@@ -261,6 +265,8 @@ DEVICE void fetch_rows(const MoeArguments& A, const Block& block, Slots& slots, 
     const u8* source = DOWN ? A.product + (u64)slot * BYTES : A.x + (u64)token * BYTES;
     bulk_copy(target + tid * ROW, source, BYTES, barrier);
     slots.ids[tid] = slot;
+    const int place = A.sample_map ? A.sample_map[token] : -1;
+    slots.staged[tid] = place < 0 ? -1 : place * A.routes.top_k + slot % A.routes.top_k;
     const float row_scale = A.row_scale ? A.row_scale[token] : 1.0f;
     slots.gate_up_factor[tid] = __fmul_rn(row_scale, A.w13_global[block.expert]);
     slots.down_factor[tid] = A.w2_global[block.expert];  // times the row's scale, if quantized
@@ -268,15 +274,31 @@ DEVICE void fetch_rows(const MoeArguments& A, const Block& block, Slots& slots, 
   }
 }
 
+#ifdef INSPECT
 // The products of a block to `product`, each row by the warp that quantizes it afterwards.
 DEVICE void copy_products(const MoeArguments& A, const Block& block, const Slots& slots,
                           u32 products, int warp, int lane) {
-#pragma unroll 1
   for (int row = warp; row < block.rows; row += WARPS) {
     u32* target = (u32*)(A.product + (u64)slots.ids[row] * PRODUCT_BYTES);
-#pragma unroll 1
     for (int word = lane; word < PRODUCT_BYTES / 4; word += 32)
       target[word] = load_shared(products + row * PRODUCT_ROW + word * 4);
+  }
+  __syncwarp();
+}
+#endif
+
+// The products of sampled tokens to `staged_rows`, each row by the warp that quantizes it afterwards.
+DEVICE void stage_products(const MoeArguments& A, const Block& block, const Slots& slots,
+                           u32 products, int warp, int lane) {
+#pragma unroll 1
+  for (int row = warp; row < block.rows; row += WARPS) {
+    const int staged = slots.staged[row];
+    if (staged < 0) continue;
+    if (lane == 0) A.staged_groups[staged] = block.expert;
+#pragma unroll 1
+    for (int word = lane; word < PRODUCT_PLANE / 4; word += 32)
+      store_in_order(A.staged_rows + (u64)staged * (INNER * 2) + word * 32,
+                     products + row * PRODUCT_ROW + word * 4, PRODUCT_PLANE);
   }
   __syncwarp();
 }
@@ -393,8 +415,11 @@ DEVICE void both_halves(const MoeArguments& A) {
     });
     load_stage<true>(A, strip_offset<true>(block.expert, min(warp, DOWN_STRIPS - 1), lane), current);
     __syncthreads();
-    if (A.product) copy_products(A, block, slots, products, warp, lane);
+#ifdef INSPECT
+    copy_products(A, block, slots, products, warp, lane);
+#endif
     if (FORMAT == FP16) {
+      if (A.sample_map) stage_products(A, block, slots, products, warp, lane);
       quantize_block(A, block, slots, products, warp, lane);
       __syncthreads();
     }
@@ -507,8 +532,13 @@ DEVICE void one_half(const MoeArguments& A) {
     barrier_wait(barrier, phase);
     phase ^= 1;
     if (DOWN && FORMAT == FP16) {
-      for (int i = 0; i <= work.two(); i++)
-        quantize_block(A, block[i], slots[i], x + (i ? work.second_row * ROW : 0), warp, lane);
+      for (int i = 0; i <= work.two(); i++) {
+        const u32 products = x + (i ? work.second_row * ROW : 0);
+        // Of the thread blocks that share a block, the one that has its first strip.
+        if (A.sample_map && (i || work.begin % STRIPS == 0))
+          stage_products(A, block[i], slots[i], products, warp, lane);
+        quantize_block(A, block[i], slots[i], products, warp, lane);
+      }
       __syncthreads();
     }
     auto run = [&](auto tiles) {

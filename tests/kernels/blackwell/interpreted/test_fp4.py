@@ -8,6 +8,7 @@ import torch
 from quads_common.compensation import CompensationOptions, Site, new_site_state
 from quads_common.compensation.operands import InputCompensation
 from quads_common.compensation.ops import quads_linear_compensated, quads_moe_compensated
+from quads_common.compensation.staging import new_staging
 from quads_common.kernels.blackwell import gemm, linear, moe
 from quads_common.kernels.blackwell.gemm import fp4_config, grouped_gemm_fp4
 from quads_common.kernels.blackwell.linear import linear_blackwell
@@ -30,7 +31,7 @@ GROUPS = [
 ]
 HIDDEN, INNER, EXPERTS = 160, 48, 4
 OPTIONS = CompensationOptions.from_preset(
-    "quads_splice", {"sampling_rate": 0.5, "splice_count_w13": 16, "splice_count_w2": 16}
+    "quads_splice", {"splice_count_w13": 16, "splice_count_w2": 16}
 )
 
 pytestmark = [
@@ -60,7 +61,7 @@ def test_layers_equal_torch(group):
 
 
 def test_ops_run_the_backend_they_name(experts, generator, monkeypatch):
-    """And count the rows as the torch layers do."""
+    """And keep the sampled rows as the torch layers do."""
     w13, w2 = experts
     x = random_rows(6, HIDDEN, generator=generator)
     ids = torch.tensor([[0, 3], [1, -1], [3, 2], [0, 1], [2, 1], [0, 2]], dtype=torch.int32)
@@ -76,23 +77,29 @@ def test_ops_run_the_backend_they_name(experts, generator, monkeypatch):
     for backend in ("emulated", "blackwell"):
         states = new_states()
         lists = [state.selection for state in states]
-        buffers = [list(state.statistics.buffers().values()) for state in states]
+        sample_map = torch.tensor([-1, 2, -1, 0, 1, -1], dtype=torch.int32)
+        staged = [
+            list(new_staging(4, k, width, x.dtype))
+            for k, width in ((1, HIDDEN), (2, INNER), (1, HIDDEN))
+        ]
         results[backend] = [
             quads_moe(x, *weights, router, ids, None, "silu", None, "nvfp4", False, backend),
             quads_linear(x, *(t[0] for t in weights[:3]), None, "nvfp4", backend),
             quads_moe_compensated(
                 x, *weights, router, ids, None, "silu", None, False, lists[0].block_mask,
                 lists[0].channels, None, lists[1].block_mask, lists[1].channels, None, 1.0,
-                buffers[0] + buffers[1], 2, None, backend,
+                sample_map, staged[0] + staged[1], backend,
             ),
             quads_linear_compensated(
                 x, *(t[0] for t in weights[:3]), None, lists[2].block_mask, lists[2].channels,
-                None, 1.0, buffers[2], 2, None, backend,
+                None, 1.0, sample_map, staged[2], backend,
             ),
         ]  # fmt: skip
         assert len(launched) == (6 if backend == "blackwell" else 0)
-        results[backend] += [t.double() for group in buffers for t in group if t.numel()]
-        assert [int(state.statistics.count.sum()) for state in states] == [3, 6, 3]
+        results[backend] += [rows for rows, _ in staged]
+        assert [groups.tolist() for _, groups in staged] == [
+            [0, 0, 0, -1], [0, 1, 2, 1, 1, -1, -1, -1], [0, 0, 0, -1],
+        ]  # fmt: skip
     for got, want in zip(results["blackwell"], results["emulated"], strict=True):
         # A GEMM1 output on a rounding boundary can move a row's amax, and so all of its codes.
         assert (got.double() - want.double()).norm() <= 2e-2 * want.double().norm()
@@ -106,7 +113,6 @@ def new_states():
     )
     states = [new_site_state(site, OPTIONS) for site in sites]
     for i, state in enumerate(states):
-        state.statistics.enabled.fill_(True)
         state.selection.channels[:, :3] = torch.tensor([1, 17, 40 + i])
         state.selection.block_mask[:, 1] = False
     return states
