@@ -235,3 +235,12 @@ def test_a_model_s_weights(stacks):
     loader.load_stack(stacks[0], "w13", "up")
     loader.load_stack(stacks[1], "w2", "down")
     raise_if_lost(model, "a nap")
+
+
+def test_a_shard_that_cuts_a_block_is_refused():
+    """intermediate size 96 over 4 ranks leaves 24: one and a half blocks."""
+    sizes = {"experts": 2, "global_ids": (0, 1), "hidden": 256, "gated": True, "tp_rank": 0}
+    message = r"layer\.experts: intermediate size 96 over tensor parallel size 4 leaves 24 per rank"
+    with pytest.raises(ValueError, match=message):
+        ExpertShards("layer.experts", inner=24, tp_size=4, **sizes)
+    ExpertShards("layer.experts", inner=48, tp_size=2, **sizes)

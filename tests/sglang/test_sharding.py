@@ -6,7 +6,6 @@ from safetensors.torch import load_file
 
 from quads_common.fingerprint import differing, fingerprint
 from quads_common.quantize import quantize
-from quads_common.shards import ExpertShards
 from tests.sglang.engine import run_engine
 
 pytestmark = pytest.mark.sglang
@@ -87,12 +86,3 @@ def test_an_error_of_any_rank_is_reported(two_ranks, ep_size):
     assert "model.layers.2.mlp.experts.15.w2: NaN or Inf" in wrong["error"]
     assert wrong["changed"] == []
     assert wrong["tokens"] == two_ranks(ep_size)["synced"]["tokens"]
-
-
-def test_a_shard_that_cuts_a_block_is_refused():
-    """intermediate size 96 over 4 ranks leaves 24: one and a half blocks."""
-    sizes = {"experts": 2, "global_ids": (0, 1), "hidden": 256, "gated": True, "tp_rank": 0}
-    message = r"layer\.experts: intermediate size 96 over tensor parallel size 4 leaves 24 per rank"
-    with pytest.raises(ValueError, match=message):
-        ExpertShards("layer.experts", inner=24, tp_size=4, **sizes)
-    ExpertShards("layer.experts", inner=48, tp_size=2, **sizes)

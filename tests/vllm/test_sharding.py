@@ -137,13 +137,3 @@ def test_fingerprints_equal_the_trainers(request, engine, checkpoint, second_che
     second = expected_prints(load_file(second_checkpoint / "model.safetensors"))
     for prints in results["synced"]:
         assert combine_ranks(prints) == second
-
-
-def test_a_shard_that_cuts_a_block_is_refused(arith_moe, tmp_path):
-    """intermediate size 96 over 4 ranks leaves 24: one and a half blocks."""
-    from vllm_quads.experts import check_sizes
-
-    message = r"layer\.experts: intermediate size 96 over tensor parallel size 4 leaves 24 per rank"
-    with pytest.raises(ValueError, match=message):
-        check_sizes("layer.experts", 256, 24, 4)
-    check_sizes("layer.experts", 256, 48, 2)
