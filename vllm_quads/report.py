@@ -64,6 +64,7 @@ def after_loading(worker: Any) -> None:
                 "layers that are quantized, so nothing would be compensated"
             )
         config.runtime.compensator.loaded()
+        config.runtime.prepare()
     before, after = (report[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
     logger.info(
         "quads_nvfp4: %d layers quantized, %d kept, weights %.1f -> %.1f MiB on this rank",

@@ -171,6 +171,15 @@ def test_nothing_is_kept_where_tokens_are_not_known():
     assert all(t.numel() == 0 for t in layer.input.staged(layer))
 
 
+def test_preparing_counts_nothing():
+    layer = Layer(1)
+    before = {name: t.clone() for name, t in layer.named_buffers()}
+    layer.runtime.prepare()
+    for name, tensor in layer.named_buffers():
+        assert_same_bits(tensor, before[name], name)
+    Layer(0).runtime.prepare()
+
+
 def test_places_of_the_usual_forwards():
     assert Layer(64, 8192).runtime.places == 129
     assert Layer(1, 8192).runtime.places == MOST_PLACES

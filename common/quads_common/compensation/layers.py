@@ -90,8 +90,15 @@ class Runtime:
 
     def count_staged(self) -> None:
         """Count the rows that wait, with the lists in force; no synchronization with the host."""
-        if self._uncounted == 0:
-            return
+        if self._uncounted:
+            self._count()
+
+    def prepare(self) -> None:
+        """Once all layers are there: compile what counting needs, not while requests run."""
+        if self._inputs:
+            self._count()
+
+    def _count(self) -> None:
         inputs = list(self._inputs.values())
         if inputs[0].rows.is_cuda:
             from quads_common.kernels.statistics import count_staged_triton
