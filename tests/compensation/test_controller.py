@@ -242,6 +242,63 @@ def test_a_unit_with_nan_keeps_its_columns(log):
     assert_columns(compensator, weights)
 
 
+# Errors -----------------------------------------------------------------------------------------
+
+
+def full_disk(metrics):
+    raise OSError(28, "No space left on device")
+
+
+def test_metrics_that_nobody_takes_stop_no_refresh(log, caplog):
+    """The lists have changed, and whoever caches results hears of it."""
+    chosen = options()
+    compensator = loaded(log, chosen, on_refresh=full_disk)
+    serve(compensator, chosen)
+    assert compensator.refresh_now()["changed"]
+    assert channels(compensator) == ALL_PLANTED
+    assert compensator.state()["version"] == 1
+    assert "No space left on device" in caplog.text
+
+
+def test_a_change_is_noted_before_metrics_are_handed_on(log):
+    chosen = options()
+    versions = []
+    compensator = loaded(log, chosen, on_refresh=lambda m: versions.append(compensator.version))
+    serve(compensator, chosen)
+    compensator.refresh_now()
+    assert versions == [1]
+
+
+@pytest.mark.parametrize("step", ["refresh", "restore"])
+def test_what_fails_leaves_lists_and_columns_as_they_are(log, monkeypatch, tmp_path, step):
+    """After the new lists were written: those in force belong to the columns."""
+    from quads_common.compensation import controller
+
+    chosen, units = bf16(), stored()
+    compensator = loaded(log, chosen)
+    serve(compensator, chosen)
+    path = str(tmp_path / "selection")
+    compensator.refresh_now()
+    compensator.save(path, lambda parts: [parts])
+    compensator._chosen = None
+    original = getattr(controller, step)
+
+    def failing(*args, **kwargs):
+        original(*args, **kwargs)
+        assert channels(compensator) == ALL_PLANTED
+        raise RuntimeError("in the middle")
+
+    monkeypatch.setattr(controller, step, failing)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        compensator.refresh_now() if step == "refresh" else compensator.load(path)
+    assert channels(compensator) == NONE and compensator._chosen is None
+    monkeypatch.undo()
+    weights = send(compensator, units, 1)
+    compensator.end_sync()
+    assert channels(compensator) == ALL_PLANTED
+    assert_columns(compensator, weights)
+
+
 # Sites ------------------------------------------------------------------------------------------
 
 

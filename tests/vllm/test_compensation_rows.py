@@ -257,3 +257,12 @@ def test_prompts_of_a_file(tmp_path):
     text.write_text("\n")
     with pytest.raises(ValueError, match="holds no prompt"):
         read_prompts(text)
+
+
+def test_metrics_that_cannot_be_written_leave_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    file = MetricsFile("test")
+    file.path.mkdir()  # nothing can take its place
+    with pytest.raises(OSError):
+        file.write([])
+    assert list(tmp_path.iterdir()) == [file.path]

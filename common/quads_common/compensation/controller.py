@@ -146,8 +146,8 @@ class Compensator:
             self._commit()
         else:
             self.boundaries += 1
-            if refresh_is_due(self.boundaries, self.options) and self._refresh():
-                self._changed()
+            if refresh_is_due(self.boundaries, self.options):
+                self._refresh()
         return self.version != before
 
     def state(self) -> dict[str, Any]:
@@ -177,8 +177,8 @@ class Compensator:
         if self.gathers_columns:
             self._choose(self._refresh)
             self._wait("the refresh")
-        elif self._refresh():
-            self._changed()
+        else:
+            self._refresh()
         return {
             "applied": not self.gathers_columns,
             "changed": self.version != before,
@@ -205,8 +205,9 @@ class Compensator:
         gather: every rank's parts on the rank that writes, None on the others.
         """
         in_force = self._put(self._chosen) if self._chosen is not None else None
-        parts = [snapshot(state) for state in self.states]
-        if in_force is not None:
+        try:
+            parts = [snapshot(state) for state in self.states]
+        finally:
             self._put(in_force)
         everyone = gather(parts)
         if everyone is None:
@@ -257,12 +258,18 @@ class Compensator:
         )
 
     def _refresh(self) -> bool:
-        """Returns whether a list changed."""
+        """Returns whether a list changed, which is noted unless lists have to wait."""
         self.metrics = refresh(self.states, self.options)
+        differ = any(m.blocks_overlap < 1 or m.channels_overlap < 1 for m in self.metrics)
+        if differ and not self.gathers_columns:
+            self._changed()
         self._info("selections refreshed: %s", refresh_summary(self.metrics))
         if self._on_refresh is not None:
-            self._on_refresh(self.metrics)
-        return any(m.blocks_overlap < 1 or m.channels_overlap < 1 for m in self.metrics)
+            try:
+                self._on_refresh(self.metrics)
+            except Exception as error:  # whoever shows metrics is no reason to stop a sync
+                self._log.warning("quads_nvfp4: metrics of a refresh were not handed on: %s", error)
+        return differ
 
     def _restore(self, saved: SavedSelection) -> bool:
         restore(saved, self.states, tp_size=self.tp_size, options=self.options)
@@ -278,8 +285,12 @@ class Compensator:
     def _choose(self, write_lists: Callable[[], bool]) -> None:
         """Run what writes new lists; keep them for the next sync and the old ones in force."""
         in_force = self._put(None)
-        self._chosen_differ = write_lists()
-        self._chosen = self._put(in_force)
+        try:
+            differ = write_lists()
+            chosen = self._put(None)
+        finally:
+            self._put(in_force)
+        self._chosen, self._chosen_differ = chosen, differ
 
     def _put(self, lists: list[dict[str, torch.Tensor]] | None) -> list[dict[str, torch.Tensor]]:
         """Write the lists of all sites, if any; returns those that were there."""
