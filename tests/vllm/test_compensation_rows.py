@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
 from quads_common.compensation.layers import RealRows, Runtime
 from quads_common.options import QuadsOptions
@@ -11,8 +12,10 @@ from quads_common.placement import ModelFacts
 from vllm_quads import compensation
 from vllm_quads.calibrate import read_prompts
 from vllm_quads.compensation import rows_unknown
+from vllm_quads.loading import finish_loading, load_themselves
 from vllm_quads.metrics import MetricsFile
 from vllm_quads.prefix_cache import SelectionsDifferError, reset_if_changed, retry_reset
+from vllm_quads.sync import quads_end_sync
 
 EXPERTS, DENSE = ModelFacts(True, 4), ModelFacts(False, 4)
 
@@ -266,3 +269,32 @@ def test_metrics_that_cannot_be_written_leave_nothing(monkeypatch, tmp_path):
     with pytest.raises(OSError):
         file.write([])
     assert list(tmp_path.iterdir()) == [file.path]
+
+
+class Refused:
+    """Units of which some hold NaN."""
+
+    name = "w"
+
+    def drop_open(self):
+        raise ValueError("w: NaN or Inf")
+
+
+def test_a_refused_weight_does_not_keep_a_sync_open(monkeypatch):
+    """Every boundary tells the error, and the lists are dealt with all the same."""
+    layer, ended = torch.nn.Module(), []
+    load_themselves(layer, [Refused()], lambda: ended.append("vLLM's reload"))
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        LAYERWISE_INFO[layer].can_load()
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        finish_loading(layer, "auto", lambda: ended.append("finish"))
+    runtime = SimpleNamespace(
+        compensator=SimpleNamespace(end_sync=lambda: ended.append("quads_end_sync"))
+    )
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(get_model=lambda: layer),
+        vllm_config=SimpleNamespace(quant_config=SimpleNamespace(runtime=runtime)),
+    )
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        quads_end_sync(worker)
+    assert ended == ["vLLM's reload", "finish", "quads_end_sync"]

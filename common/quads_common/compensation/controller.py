@@ -312,12 +312,12 @@ class Compensator:
                 copy_into(state.selection.buffers(), lists, name)
             elif not columns.commit():
                 late.append(name)
-        if self._chosen_differ:
+        if self._chosen_differ and len(late) < len(chosen):
             self._changed()
         if late:
             self._log.warning(
                 "quads_nvfp4: %d inputs keep their hot channels, because the sync did not bring "
-                "all of their weights: %s",
+                "all of their weights or some were refused: %s",
                 len(late),
                 ", ".join(late[:4]) + (", ..." if len(late) > 4 else ""),
             )
