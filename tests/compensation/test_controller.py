@@ -92,6 +92,45 @@ def test_state_tells_versions_and_shared_lists(log):
     assert first["shared"] != second["shared"]
 
 
+def test_a_refresh_that_ends_a_sync_is_one(log):
+    """Its metrics are those of the rows that were counted, and handed on once."""
+    chosen, handed = options(), []
+    compensator = loaded(log, chosen, on_refresh=handed.append)
+    serve(compensator, chosen)
+    compensator.weights_arrive()
+    result = compensator.refresh_now()
+    assert (result["applied"], result["changed"], len(handed)) == (True, True, 1)
+    for site in result["metrics"]:
+        assert site["residual_energy_before"] > 0 and site["refreshes"] == 1
+        assert site["channels_overlap"] == 0, "of the lists before the sync"
+    compensator.weights_arrive()
+    compensator.end_sync()
+    assert compensator.boundaries == 2
+
+
+def test_a_refresh_that_ends_a_sync_that_is_not_due(log):
+    chosen = options(refresh_interval=3)
+    compensator = loaded(log, chosen)
+    serve(compensator, chosen)
+    compensator.weights_arrive()
+    assert compensator.refresh_now()["changed"]
+    assert channels(compensator) == ALL_PLANTED
+
+
+def test_energies_stay_known_where_no_row_was_counted(log):
+    chosen, handed = options(), []
+    compensator = loaded(log, chosen, on_refresh=handed.append)
+    serve(compensator, chosen)
+    first, second = (compensator.refresh_now()["metrics"] for _ in range(2))
+    for before, after in zip(first, second, strict=True):
+        assert before["residual_energy_after"] > 0 and after["refreshes"] == 2
+        for key in ("residual_energy_before", "residual_energy_after", "signal_energy"):
+            assert after[key] == before[key]
+        assert after["rac_scale_underflow_share"] == before["rac_scale_underflow_share"]
+        assert after["channels_overlap"] == 1
+    assert handed[1] == compensator.metrics
+
+
 @pytest.mark.parametrize(
     "chosen", [options(rac_ratio=0.0), options(splice_count_w2=0, compensate=("w2",))]
 )
@@ -208,6 +247,18 @@ def test_a_refresh_waits_for_the_next_sync(log):
     weights = send(compensator, units, 1)
     assert compensator.end_sync()
     assert channels(compensator) == ALL_PLANTED
+    assert_columns(compensator, weights)
+
+
+def test_a_refresh_that_ends_a_sync_puts_its_lists_in_force(log):
+    chosen, units = bf16(), stored()
+    compensator = loaded(log, chosen)
+    serve(compensator, chosen)
+    weights = send(compensator, units, 1)
+    result = compensator.refresh_now()
+    assert (result["applied"], result["changed"]) == (True, True)
+    assert result["metrics"][0]["residual_energy_before"] > 0
+    assert channels(compensator) == ALL_PLANTED and compensator._chosen is None
     assert_columns(compensator, weights)
 
 

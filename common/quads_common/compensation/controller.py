@@ -22,7 +22,7 @@ from quads_common.compensation.files import (
     snapshot,
     write_selection_file,
 )
-from quads_common.compensation.metrics import SiteMetrics, refresh_summary
+from quads_common.compensation.metrics import SiteMetrics, refresh_summary, with_last_known
 from quads_common.compensation.options import KINDS, CompensationOptions
 from quads_common.compensation.refresh import SiteState, new_site_state, refresh, refresh_is_due
 from quads_common.compensation.site import Site
@@ -42,7 +42,8 @@ class Log(Protocol):
 
 
 class Compensator:
-    """The sites of one rank. version: how often a selection changed; metrics: of the last refresh.
+    """The sites of one rank. version: how often a selection changed; metrics: of the last
+    refresh, with the last known energies where it had no row to measure them by.
 
     tp_size: the engine's, which selection files belong to. selection_file: to start with.
     first_rank: the one that writes INFO lines. on_refresh: called with the metrics of each refresh.
@@ -136,18 +137,8 @@ class Compensator:
 
     def end_sync(self) -> bool:
         """A boundary, if weights arrived since the last one; returns whether a list changed."""
-        if not self._arriving:
-            return False
-        self._arriving = False
-        if not self._loaded:
-            return False
         before = self.version
-        if self.gathers_columns:
-            self._commit()
-        else:
-            self.boundaries += 1
-            if refresh_is_due(self.boundaries, self.options):
-                self._refresh()
+        self._end_sync()
         return self.version != before
 
     def state(self) -> dict[str, Any]:
@@ -168,19 +159,22 @@ class Compensator:
     # What users call ----------------------------------------------------------------------------
 
     def refresh_now(self) -> dict[str, Any]:
-        """Choose the lists anew from what was counted; ends a sync that is going on.
+        """Choose the lists anew from what was counted.
+
+        A sync that is going on ends; if that is a refresh, or puts lists in force that waited for
+        it, this is the one.
 
         Returns "applied" (False if it waits for the next sync), "changed" and "metrics".
         """
         before = self.version
-        self.end_sync()
-        if self.gathers_columns:
+        done = self._end_sync()
+        if not done and self.gathers_columns:
             self._choose(self._refresh)
             self._wait("the refresh")
-        else:
+        elif not done:
             self._refresh()
         return {
-            "applied": not self.gathers_columns,
+            "applied": done or not self.gathers_columns,
             "changed": self.version != before,
             "metrics": [m.to_json() for m in self.metrics],
         }
@@ -235,6 +229,21 @@ class Compensator:
 
     # How ----------------------------------------------------------------------------------------
 
+    def _end_sync(self) -> bool:
+        """``end_sync``; returns whether lists were chosen, or those that waited are in force."""
+        if not self._arriving:
+            return False
+        self._arriving = False
+        if not self._loaded:
+            return False
+        if self.gathers_columns:
+            return self._commit()
+        self.boundaries += 1
+        due = refresh_is_due(self.boundaries, self.options)
+        if due:
+            self._refresh()
+        return due
+
     def _changed(self) -> None:
         self.version += 1
         if self._loaded:
@@ -259,7 +268,9 @@ class Compensator:
 
     def _refresh(self) -> bool:
         """Returns whether a list changed, which is noted unless lists have to wait."""
-        self.metrics = refresh(self.states, self.options)
+        old = {metrics.name: metrics for metrics in self.metrics}
+        found = refresh(self.states, self.options)
+        self.metrics = [with_last_known(new, old.get(new.name)) for new in found]
         differ = any(m.blocks_overlap < 1 or m.channels_overlap < 1 for m in self.metrics)
         if differ and not self.gathers_columns:
             self._changed()
@@ -301,10 +312,11 @@ class Compensator:
                 tensor.copy_(new[name])
         return old
 
-    def _commit(self) -> None:
+    def _commit(self) -> bool:
+        """Put the lists in force that waited; returns whether there were any and some came whole."""
         chosen, self._chosen = self._chosen, None
         if chosen is None:
-            return
+            return False
         late = []
         for (name, state), lists in zip(self._states.items(), chosen, strict=True):
             columns = self._columns.get(name)
@@ -321,6 +333,7 @@ class Compensator:
                 len(late),
                 ", ".join(late[:4]) + (", ..." if len(late) > 4 else ""),
             )
+        return len(late) < len(chosen)
 
 
 def _clones(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
