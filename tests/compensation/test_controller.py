@@ -11,7 +11,7 @@ from quads_common.format import WEIGHT_AMAX_MAX
 from quads_common.quantize import quantize
 from quads_common.weight_units import Piece, WeightUnits
 from tests.common.samples import normal
-from tests.compensation.serving import EXPERTS, PLANTED, W2, W13, K, feed, options, rows_with
+from tests.compensation.serving import EXPERTS, PLANTED, W2, W13, K, feed, new, options, rows_with
 
 N = 32
 CPU = torch.device("cpu")
@@ -262,7 +262,74 @@ def test_a_refresh_that_ends_a_sync_puts_its_lists_in_force(log):
     assert_columns(compensator, weights)
 
 
-def test_waiting_lists_are_what_is_saved_and_a_file_waits_too(log, tmp_path):
+def blocks_under(channels: torch.Tensor, x: torch.Tensor, chosen) -> list[int]:
+    """What RAC should choose where these channels are hot."""
+    state = new(W13, chosen)
+    state.selection.channels.copy_(channels)
+    feed(state, x, chosen)
+    order = state.statistics.served_energy[0].argsort(descending=True)
+    return sorted(order[: K // 32].tolist())
+
+
+@pytest.mark.parametrize("refreshes", [0, 2])
+def test_bf16_columns_and_rac_rank_blocks_by_rows_of_the_lists_in_force(log, refreshes):
+    """Rows are counted before, while and after lists wait; calibrate, sync, calibrate, sync."""
+    chosen, units = options(splice_weight="bf16", splice_count_w2=0), stored()
+    compensator = loaded(log, chosen)
+    first = compensator.states[0]
+    hot = sorted(c for b in range(4) for c in range(32 * b, 32 * b + 4))  # of blocks 0, 2, 4, 6
+    quiet = [c for b in range(4) for c in range(32 * b + 16, 32 * b + 32)]
+
+    def rows(seed):
+        x = normal(64, K, seed=seed, dtype=torch.float32)
+        x[:, hot] *= 60
+        x[:, quiet] *= 4  # what is left once the hot ones are out
+        return x.to(torch.bfloat16)
+
+    feed(first, rows(1), chosen)
+    for seed in range(refreshes):
+        compensator.refresh_now()
+        feed(first, rows(10 + seed), chosen)
+        assert not first.averages.uncovered.any(), "the lists in force are those of the rows"
+    send(compensator, units, 1)
+    feed(first, rows(2), chosen)  # while the sync is going on, under the old lists
+    assert compensator.end_sync()
+    assert first.selection.channels[0].tolist() == hot
+    assert not first.statistics.served_energy.any()
+    assert first.averages.uncovered.tolist() == first.statistics.count.tolist()
+    feed(first, rows(3), chosen)
+    send(compensator, units, 2)
+    compensator.end_sync()
+    assert first.selection.channels[0].tolist() == hot
+    found = first.selection.blocks[0, : K // 32].tolist()
+    assert found == blocks_under(first.selection.channels, rows(3), chosen) == [1, 3, 5, 7]
+
+
+def test_waiting_lists_are_saved_without_energies_of_others(log, tmp_path):
+    chosen = options(splice_weight="bf16", refresh_interval=100)
+    compensator = loaded(log, chosen)
+    serve(compensator, chosen)
+    compensator.refresh_now()
+    serve(compensator, chosen, 5)
+    path = str(tmp_path / "selection")
+    energies = [s.statistics.served_energy.clone() for s in compensator.states]
+    compensator.save(path, lambda parts: [parts])
+    for state, energy in zip(compensator.states, energies, strict=True):
+        assert torch.equal(state.statistics.served_energy, energy) and energy.all()
+        assert not state.averages.uncovered.any()
+    other = loaded(log, chosen)
+    other.load(path)
+    for state in other.states:
+        assert not state.statistics.served_energy.any()
+        assert state.averages.uncovered.tolist() == state.statistics.count.tolist() != [0]
+
+
+def test_one_pass_where_hot_channels_wait_for_a_sync(log):
+    chosen = options(splice_weight="bf16")
+    assert loaded(log, chosen).state()["calibration_passes"] == 1
+
+
+def test_waiting_lists_are_what_what_is_saved_and_a_file_waits_too(log, tmp_path):
     chosen, units = bf16(refresh_interval=100), stored()
     compensator = loaded(log, chosen)
     serve(compensator, chosen)

@@ -8,7 +8,7 @@ at the latest when a sync's first tensor arrives, because the columns are gather
 load, and come into force when the sync ends.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,9 +24,17 @@ from quads_common.compensation.files import (
 )
 from quads_common.compensation.metrics import SiteMetrics, refresh_summary, with_last_known
 from quads_common.compensation.options import KINDS, CompensationOptions
-from quads_common.compensation.refresh import SiteState, new_site_state, refresh, refresh_is_due
+from quads_common.compensation.refresh import (
+    Averages,
+    SiteState,
+    forget_served,
+    new_site_state,
+    refresh,
+    refresh_is_due,
+)
+from quads_common.compensation.selection import Selection
 from quads_common.compensation.site import Site
-from quads_common.compensation.statistics import copy_into, reset
+from quads_common.compensation.statistics import ChannelStatistics, copy_into, reset
 
 __all__ = ["Compensator", "Log"]
 
@@ -152,9 +160,12 @@ class Compensator:
 
     @property
     def calibration_passes(self) -> int:
-        """How often to run prompts: RAC's blocks are ranked by what the hot channels leave."""
+        """How often to run prompts: RAC's blocks are ranked by what the hot channels leave.
+
+        With BF16 columns that is seen only after the sync that puts the hot channels in force.
+        """
         chosen = [k for k in KINDS if self.options.ratio(k) and self.options.splice_count(k)]
-        return 2 if chosen else 1
+        return 2 if chosen and self.options.splice_weight == "dequant" else 1
 
     # What users call ----------------------------------------------------------------------------
 
@@ -184,7 +195,7 @@ class Compensator:
         for state in self.states:
             reset(state.statistics)
             averages = state.averages
-            for name in ("block", "block_known", "channel", "ready", "tokens"):
+            for name in ("block", "block_known", "channel", "ready", "uncovered", "tokens"):
                 getattr(averages, name).zero_()
 
     def save(
@@ -198,11 +209,7 @@ class Compensator:
 
         gather: every rank's parts on the rank that writes, None on the others.
         """
-        in_force = self._put(self._chosen) if self._chosen is not None else None
-        try:
-            parts = [snapshot(state) for state in self.states]
-        finally:
-            self._put(in_force)
+        parts = [snapshot(state) for state in self._with_chosen()]
         everyone = gather(parts)
         if everyone is None:
             return None
@@ -269,7 +276,7 @@ class Compensator:
     def _refresh(self) -> bool:
         """Returns whether a list changed, which is noted unless lists have to wait."""
         old = {metrics.name: metrics for metrics in self.metrics}
-        found = refresh(self.states, self.options)
+        found = refresh(self.states, self.options, in_force=not self.gathers_columns)
         self.metrics = [with_last_known(new, old.get(new.name)) for new in found]
         differ = any(m.blocks_overlap < 1 or m.channels_overlap < 1 for m in self.metrics)
         if differ and not self.gathers_columns:
@@ -303,6 +310,21 @@ class Compensator:
             self._put(in_force)
         self._chosen, self._chosen_differ = chosen, differ
 
+    def _with_chosen(self) -> Iterator[SiteState]:
+        """The states as they would be if the lists that wait were in force, one after the other."""
+        if self._chosen is None:
+            yield from self.states
+            return
+        for state, lists in zip(self.states, self._chosen, strict=True):
+            copy = SiteState(
+                state.site,
+                ChannelStatistics(**_clones(state.statistics.buffers())),
+                Averages(**_clones(state.averages.buffers())),
+                Selection(**lists),
+            )
+            forget_served(copy, _lists_that_differ(lists["channels"], state))
+            yield copy
+
     def _put(self, lists: list[dict[str, torch.Tensor]] | None) -> list[dict[str, torch.Tensor]]:
         """Write the lists of all sites, if any; returns those that were there."""
         selections = [state.selection.buffers() for state in self.states]
@@ -320,10 +342,13 @@ class Compensator:
         late = []
         for (name, state), lists in zip(self._states.items(), chosen, strict=True):
             columns = self._columns.get(name)
+            moved = _lists_that_differ(lists["channels"], state)
             if columns is None:
                 copy_into(state.selection.buffers(), lists, name)
             elif not columns.commit():
                 late.append(name)
+                continue
+            forget_served(state, moved)
         if self._chosen_differ and len(late) < len(chosen):
             self._changed()
         if late:
@@ -334,6 +359,11 @@ class Compensator:
                 ", ".join(late[:4]) + (", ..." if len(late) > 4 else ""),
             )
         return len(late) < len(chosen)
+
+
+def _lists_that_differ(channels: torch.Tensor, state: SiteState) -> torch.Tensor:
+    """[G] bool: other hot channels than those in force."""
+    return (channels != state.selection.channels).any(dim=1)
 
 
 def _clones(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
