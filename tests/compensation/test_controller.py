@@ -329,7 +329,7 @@ def test_one_pass_where_hot_channels_wait_for_a_sync(log):
     assert loaded(log, chosen).state()["calibration_passes"] == 1
 
 
-def test_waiting_lists_are_what_what_is_saved_and_a_file_waits_too(log, tmp_path):
+def test_waiting_lists_are_what_is_saved_and_a_file_waits_too(log, tmp_path):
     chosen, units = bf16(refresh_interval=100), stored()
     compensator = loaded(log, chosen)
     serve(compensator, chosen)

@@ -78,6 +78,7 @@ class Compensator:
         self._state: dict[str, Any] = {}
         self._states: dict[str, SiteState] = {}
         self._columns: dict[str, SiteColumns] = {}
+        self._rows: dict[str, int] = {}  # of each site's weights
         self._start_file = selection_file
         # With BF16 columns: lists of all sites that wait for a sync, and whether they are new.
         self._chosen: list[dict[str, torch.Tensor]] | None = None
@@ -105,6 +106,7 @@ class Compensator:
 
     def add_columns(self, state: SiteState, units: int, rows: int) -> SiteColumns | None:
         """The BF16 columns of a site's ``units`` weights of ``rows`` rows; None if not wanted."""
+        self._rows[state.site.name] = rows
         slots = state.selection.channels.shape[1]
         if self.options.splice_weight != "bf16" or slots == 0:
             return None
@@ -276,7 +278,10 @@ class Compensator:
     def _refresh(self) -> bool:
         """Returns whether a list changed, which is noted unless lists have to wait."""
         old = {metrics.name: metrics for metrics in self.metrics}
-        found = refresh(self.states, self.options, in_force=not self.gathers_columns)
+        rows = {name: self._rows.get(name, 1) for name in self._states}
+        found = refresh(
+            self.states, self.options, in_force=not self.gathers_columns, rows=rows
+        )
         self.metrics = [with_last_known(new, old.get(new.name)) for new in found]
         differ = any(m.blocks_overlap < 1 or m.channels_overlap < 1 for m in self.metrics)
         if differ and not self.gathers_columns:

@@ -13,7 +13,7 @@ means rows under the hot channels in force.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -148,11 +148,14 @@ def refresh(
     all_reduce: Callable[[Site], AllReduce | None] | None = None,
     *,
     in_force: bool = True,
+    rows: Mapping[str, int] | None = None,
 ) -> list[SiteMetrics]:
     """Choose the lists of all sites anew, in place. Not for inside a forward.
 
     in_force: rows are served with the new lists from now on; else the caller takes them away, and
         calls ``forget_served`` when they come into force.
+    rows: of the weight that a site's input is multiplied with, by name: what a block costs with
+        ``adaptive``. None: the same for all.
     all_reduce: for each site the sum over the replicas that see other tokens than this rank, or
         None where there are none. All replicas then choose the same lists.
     """
@@ -167,7 +170,7 @@ def refresh(
     measured = [_measure(s, *m, options) for s, m in zip(states, merged, strict=True)]
     for state, (stats, covered) in zip(states, merged, strict=True):
         _absorb(state, stats, covered, options)
-    counts = _block_counts(states, options)
+    counts = _block_counts(states, options, rows)
     return [
         _select(state, count, found, in_force)
         for state, count, found in zip(states, counts, measured, strict=True)
@@ -260,17 +263,23 @@ def _channel_scores(stats: ChannelStatistics, statistic: str) -> torch.Tensor:
     return stats.channel_energy / stats.count.clamp(min=1).unsqueeze(1)
 
 
-def _block_counts(states: Sequence[SiteState], options: CompensationOptions) -> list[int]:
+def _block_counts(
+    states: Sequence[SiteState], options: CompensationOptions, rows: Mapping[str, int] | None
+) -> list[int]:
     """Blocks per list of each site."""
     counts = [block_count(options.ratio(s.site.kind), s.site.width) for s in states]
     if not options.adaptive:
         return counts
-    for kind in options.compensate:
-        pool = [
-            i for i, s in enumerate(states) if s.site.kind == kind and bool(s.averages.ready.any())
-        ]
+    # Inputs that ranks share need equal counts on all of them, so those that they do not stay apart.
+    pools: dict[tuple[str, bool], list[int]] = {}
+    for i, state in enumerate(states):
+        if options.ratio(state.site.kind) and bool(state.averages.ready.any()):
+            pools.setdefault((state.site.kind, state.site.shards > 1), []).append(i)
+    for pool in pools.values():
         scores = [_ready_scores(states[i].averages) for i in pool]
-        for i, count in zip(pool, allocate_blocks(scores, [counts[i] for i in pool]), strict=True):
+        costs = None if rows is None else [rows[states[i].site.name] for i in pool]
+        found = allocate_blocks(scores, [counts[i] for i in pool], costs)
+        for i, count in zip(pool, found, strict=True):
             counts[i] = count
     return counts
 
