@@ -17,7 +17,7 @@ from quads_common.compensation import (
     snapshot,
     write_selection_file,
 )
-from quads_common.compensation.files import check_selection_file
+from quads_common.compensation.files import check_selection_file, probe_selection_path
 from quads_common.compensation.observe import observe
 from tests.common.bits import assert_same_bits
 from tests.common.samples import normal
@@ -357,6 +357,19 @@ def test_incomplete_and_contradicting_ranks_are_refused(tmp_path):
     with pytest.raises(OSError):
         written(path, [served()])
     assert list(tmp_path.iterdir()) == [path], "nor does a path that is a folder"
+
+
+def test_a_path_is_probed_without_a_trace(tmp_path):
+    path = tmp_path / "s"
+    probe_selection_path(path)
+    assert not list(tmp_path.iterdir())
+    path.write_text("as it was")
+    probe_selection_path(path)
+    assert path.read_text() == "as it was"
+    for bad in (tmp_path, tmp_path / "absent" / "s"):
+        with pytest.raises(OSError, match=str(bad)):
+            probe_selection_path(bad)
+    assert [p.name for p in tmp_path.iterdir()] == ["s"]
 
 
 def test_a_file_is_replaced_whole(tmp_path):

@@ -10,7 +10,6 @@ from quads_common.compensation.layers import RealRows, Runtime
 from quads_common.options import QuadsOptions
 from quads_common.placement import ModelFacts
 from vllm_quads import compensation
-from vllm_quads.calibrate import read_prompts
 from vllm_quads.compensation import rows_unknown
 from vllm_quads.loading import finish_loading, load_themselves
 from vllm_quads.metrics import MetricsFile
@@ -247,19 +246,6 @@ def test_an_engine_that_compensates_nothing_resets_nothing():
 def test_ranks_that_differ_are_an_error():
     with pytest.raises(SelectionsDifferError, match="w13: rank 1 chose other blocks"):
         Core(state(1), state(1, "b")).check()
-
-
-def test_prompts_of_a_file(tmp_path):
-    text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
-    text.write_text("one\n\ntwo\n")
-    lines.write_text('{"prompt": "one"}\n{"prompt": "two", "answer": 1}\n')
-    assert read_prompts(text) == read_prompts(lines) == ["one", "two"]
-    lines.write_text('{"prompt": "one"}\n{"question": "two"}\n')
-    with pytest.raises(ValueError, match='line 2 has no "prompt"'):
-        read_prompts(lines)
-    text.write_text("\n")
-    with pytest.raises(ValueError, match="holds no prompt"):
-        read_prompts(text)
 
 
 def test_metrics_that_cannot_be_written_leave_nothing(monkeypatch, tmp_path):

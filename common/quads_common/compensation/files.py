@@ -6,6 +6,7 @@ input side by side, so channel and block ids are those of the checkpoint. A file
 tp_size, because each shard of an input chooses for itself.
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -28,6 +29,7 @@ __all__ = [
     "SavedSelection",
     "SitePart",
     "check_selection_file",
+    "probe_selection_path",
     "read_selection_file",
     "restore",
     "snapshot",
@@ -111,12 +113,30 @@ def write_selection_file(
         "options": options.to_dict(),
         "sites": sites,
     }
-    temporary = Path(f"{os.fspath(path)}.partial-{os.getpid()}")
+    temporary = _beside(path)
     try:
         save_file(tensors, temporary, {_HEADER: json.dumps(header)})
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def probe_selection_path(path: str | os.PathLike[str]) -> None:
+    """Whether ``write_selection_file`` could write there; leaves nothing.
+
+    Raises:
+        OSError: it could not.
+    """
+    if Path(path).is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    temporary = _beside(path)
+    temporary.touch()
+    temporary.unlink()
+
+
+def _beside(path: str | os.PathLike[str]) -> Path:
+    """Where a file grows before it appears at ``path``."""
+    return Path(f"{os.fspath(path)}.partial-{os.getpid()}")
 
 
 def read_selection_file(path: str | os.PathLike[str]) -> SavedSelection:
