@@ -138,6 +138,23 @@ def test_one_pass_where_one_method_is_used(log, chosen):
     assert loaded(log, chosen).state()["calibration_passes"] == 1
 
 
+@pytest.mark.parametrize("kind", ["w13", "w2"])
+def test_inputs_that_are_not_compensated_are_not_counted_nor_reported(log, tmp_path, kind):
+    chosen = options(compensate=(kind,))
+    compensator = Compensator(chosen, tp_size=1, log=log)
+    states = {site.kind: compensator.add(site, CPU) for site in (W13, W2)}
+    compensator.loaded()
+    compensator.start_counting()
+    for state in states.values():
+        feed(state, rows_with(PLANTED, 64, 1), chosen, 0 if state.site.kind == "w2" else None)
+    counted = {k: int(state.statistics.count.sum()) for k, state in states.items()}
+    assert counted == {"w13": 0, "w2": 0} | {kind: 64}
+    result = compensator.refresh_now()
+    assert [m["name"] for m in result["metrics"]] == [states[kind].site.name]
+    path = str(tmp_path / "s")
+    assert compensator.save(path, lambda parts: [parts]) == {"path": path, "inputs": 1}
+
+
 def test_forget_keeps_the_lists(log):
     chosen = options()
     compensator = loaded(log, chosen)

@@ -280,9 +280,7 @@ def test_contents_that_cannot_be_are_refused_on_every_rank(tmp_path, case):
         before = [t.clone() for state in states for t in state.buffers().values()]
         with pytest.raises(ValueError, match=rf"s.safetensors: layers.0.w2/.*{message}"):
             restore(saved, states, tp_size=2, options=OPTIONS)
-        for old, new in zip(
-            before, (t for s in states for t in s.buffers().values()), strict=True
-        ):
+        for old, new in zip(before, (t for s in states for t in s.buffers().values()), strict=True):
             assert_same_bits(new, old, "state")
 
 

@@ -66,7 +66,10 @@ def test_every_knob_stays_settable():
         ({"sampling_rate": 1e-20}, r"sampling_rate 1e-20 .*from 2\*\*-62 to 1"),
         ({"sampling_rate": 5e-324}, r"sampling_rate 5e-324 .*from 2\*\*-62"),
         ({"min_tokens": 2**63}, r"min_tokens 9223372036854775808 .*to 2\*\*63 - 1"),
-        ({"min_tokens": 10**400}, r"min_tokens \(an integer of more.*integer from 1 to 2\*\*63 - 1"),
+        (
+            {"min_tokens": 10**400},
+            r"min_tokens \(an integer of more.*integer from 1 to 2\*\*63 - 1",
+        ),
         ({"min_tokens": 1e3}, r"min_tokens 1000\.0 .*integer"),
         ({"refresh_interval": 10**400}, r"refresh_interval .*to 2\*\*63 - 1"),
         ({"splice_count_w13": 10**400}, r"splice_count_w13 .*to 2\*\*63 - 1"),

@@ -1,9 +1,8 @@
 """A RAC ratio for each layer under one total cost: blocks go where they remove most energy.
 
-Cost is counted in multiplications: a block of a site costs as many as its weight has rows, 16 times.
-Sites are pooled by kind: with unequal ratios the total of each kind is at most that of the common
-ratio. Energies are those of the statistics, per token, so a layer with larger residuals gets more
-blocks.
+Cost is counted in multiplications: a block of a site costs 16 for each row of its weight. Sites are
+pooled by kind: with unequal ratios the total of each kind is at most that of the common ratio.
+Energies are those of the statistics, per token, so a layer with larger residuals gets more blocks.
 """
 
 from collections.abc import Sequence

@@ -88,7 +88,7 @@ class Compensator:
 
     @property
     def states(self) -> list[SiteState]:
-        """In the order of the layers."""
+        """Of the inputs that are compensated, in the order of the layers."""
         return list(self._states.values())
 
     @property
@@ -99,9 +99,13 @@ class Compensator:
     # What an engine does ------------------------------------------------------------------------
 
     def add(self, site: Site, device: torch.device) -> SiteState:
-        """The buffers of an input. A name that comes again replaces the earlier site."""
+        """The buffers of an input. A name that comes again replaces the earlier site.
+
+        One that the options do not compensate has buffers for the layer, but is no business here.
+        """
         state = new_site_state(site, self.options, device)
-        self._states[site.name] = state
+        if self.options.active(site.kind):
+            self._states[site.name] = state
         return state
 
     def add_columns(self, state: SiteState, units: int, rows: int) -> SiteColumns | None:
@@ -279,9 +283,7 @@ class Compensator:
         """Returns whether a list changed, which is noted unless lists have to wait."""
         old = {metrics.name: metrics for metrics in self.metrics}
         rows = {name: self._rows.get(name, 1) for name in self._states}
-        found = refresh(
-            self.states, self.options, in_force=not self.gathers_columns, rows=rows
-        )
+        found = refresh(self.states, self.options, in_force=not self.gathers_columns, rows=rows)
         self.metrics = [with_last_known(new, old.get(new.name)) for new in found]
         differ = any(m.blocks_overlap < 1 or m.channels_overlap < 1 for m in self.metrics)
         if differ and not self.gathers_columns:
@@ -340,7 +342,7 @@ class Compensator:
         return old
 
     def _commit(self) -> bool:
-        """Put the lists in force that waited; returns whether there were any and some came whole."""
+        """Put the lists in force that waited; returns whether there were any that came whole."""
         chosen, self._chosen = self._chosen, None
         if chosen is None:
             return False

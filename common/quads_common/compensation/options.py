@@ -58,9 +58,10 @@ class CompensationOptions:
     compensate: the inputs to compensate, of ``KINDS``.
     ema: weight of the past when a refresh averages statistics. refresh_interval: boundaries (weight
         syncs) per refresh. min_tokens: counted rows before a list is chosen, for each list.
-    sampling_rate: share of the rows that is counted: one of round(1 / rate), so 0.7 counts all. A counted row moves about 40 bytes of memory
-        for each channel: at 1/64, 0.2% of what a decode step of 128 tokens reads of FP4 experts.
-    adaptive: give each layer its own ratio, under the total number of blocks of ``rac_ratio``.
+    sampling_rate: share of the rows that is counted: one of round(1 / rate), so 0.7 counts all. A
+        counted row moves about 40 bytes of memory for each channel: at 1/64, 0.2% of what a decode
+        step of 128 tokens reads of FP4 experts.
+    adaptive: give each layer its own ratio, with the multiplications of ``rac_ratio`` in total.
     exact: residuals and hot channels as products of their own where a backend folds them into one
         FP16 operand (``triton``, ``hopper``); slower, see ``fold`` for what it changes.
 

@@ -59,8 +59,9 @@ class Averages:
 
     block: [G, K/16] float64 averaged score; block_known: [G, K/16] bool, it belongs to the hot
         channels in force. channel: [G, K] float64, or [G, 0] without splice.
-    ready: [G] bool, the list has an average. uncovered: [G] float64, rows in the statistics' count
-        that ``served_energy``, ``left_energy`` and ``underflows`` lack, see ``forget_served``. tokens: [G] float64 rows in all averages so far.
+    ready: [G] bool, the list has an average. tokens: [G] float64 rows in all averages so far.
+    uncovered: [G] float64, rows in the statistics' count that ``served_energy``, ``left_energy``
+        and ``underflows`` lack, see ``forget_served``.
     refreshes: [1] int64.
     """
 
@@ -270,7 +271,7 @@ def _block_counts(
     counts = [block_count(options.ratio(s.site.kind), s.site.width) for s in states]
     if not options.adaptive:
         return counts
-    # Inputs that ranks share need equal counts on all of them, so those that they do not stay apart.
+    # Inputs that ranks share need equal counts on all of them: those they do not share stay apart.
     pools: dict[tuple[str, bool], list[int]] = {}
     for i, state in enumerate(states):
         if options.ratio(state.site.kind) and bool(state.averages.ready.any()):
@@ -288,9 +289,7 @@ def _ready_scores(averages: Averages) -> torch.Tensor:
     return averages.block[averages.ready]
 
 
-def _select(
-    state: SiteState, blocks: int, measured: _Measured, in_force: bool
-) -> SiteMetrics:
+def _select(state: SiteState, blocks: int, measured: _Measured, in_force: bool) -> SiteMetrics:
     """Write the lists and report."""
     site, averages, selection = state.site, state.averages, state.selection
     not_ready = ~averages.ready.unsqueeze(1)
