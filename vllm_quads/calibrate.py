@@ -6,11 +6,12 @@
     python -m vllm_quads.calibrate --url http://localhost:8000 --prompts prompts.jsonl --save FILE
 
 The server must run with ``VLLM_SERVER_DEV_MODE=1``, which gives it ``/collective_rpc``. What was
-counted before is forgotten; then each pass runs the prompts with an empty prefix cache and
-refreshes.
+counted before is forgotten, once the arguments have been checked and FILE can be written; then each
+pass runs the prompts with an empty prefix cache and refreshes.
 """
 
 import argparse
+import http.client
 import json
 import sys
 import urllib.error
@@ -21,6 +22,7 @@ from typing import Any
 
 __all__ = ["calibrate", "read_prompts"]
 
+_RESET = "/reset_prefix_cache"
 Rpc = Callable[..., list[Any]]  # method, *arguments -> results of all ranks
 
 
@@ -36,9 +38,16 @@ def calibrate(
 
     max_tokens: tokens generated after each prompt; they count too. passes: None is what the method
     needs (2 for splice with RAC). save: write the selection file there.
+
+    Raises:
+        ValueError: no prompt, or passes or max_tokens below 1.
+        OSError: save cannot be written. Neither has forgotten anything.
     """
     from vllm import SamplingParams
 
+    if len(prompts) == 0:
+        raise ValueError("prompts is empty: there is nothing to calibrate with")
+    _check_count("max_tokens", max_tokens)
     params = SamplingParams(temperature=1.0, max_tokens=max_tokens)
 
     def run() -> None:
@@ -54,28 +63,49 @@ def read_prompts(path: Path) -> list[str]:
     """One prompt a line: text, or JSON objects with "prompt" in a .jsonl file.
 
     Raises:
-        ValueError: a line without a prompt, or none at all.
+        ValueError: not UTF-8, a line without a prompt, or none at all.
     """
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if path.suffix == ".jsonl":
-        rows = [json.loads(line) for line in lines]
-        bad = [i for i, row in enumerate(rows, 1) if not isinstance(row.get("prompt"), str)]
-        if bad:
-            raise ValueError(f'{path}: line {bad[0]} has no "prompt"')
-        lines = [row["prompt"] for row in rows]
-    if not lines:
+    try:
+        # Lines end as an editor counts them, not at form feeds or U+2028 as splitlines() has it.
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+    numbered = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
         raise ValueError(f"{path} holds no prompt")
-    return lines
+    if path.suffix == ".jsonl":
+        return [_prompt_of(f"{path}: line {i}", line) for i, line in numbered]
+    return [line for _, line in numbered]
+
+
+def _prompt_of(where: str, line: str) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from None
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+        raise ValueError(f'{where} has no "prompt"')
+    return row["prompt"]
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} {value!r} is not allowed: an integer from 1 on")
 
 
 def _calibrate(
     rpc: Rpc, run: Callable[[], None], passes: int | None, save: str | None
 ) -> dict[str, Any]:
     """Returns applied, sites, tokens (rows counted at most) and lists_ready (share)."""
+    if passes is not None:
+        _check_count("passes", passes)
     state = rpc("quads_selection_state")[0]
+    if save is not None:
+        rpc("quads_probe_selection", save)
     rpc("quads_forget")
     result: dict[str, Any] = {}
-    for _ in range(passes or (state or {}).get("calibration_passes", 1)):
+    default = (state or {}).get("calibration_passes", 1)
+    for _ in range(default if passes is None else passes):
         run()
         result = rpc("quads_refresh")[0]
     if save is not None:
@@ -95,7 +125,7 @@ class _Server:
 
     def __init__(self, url: str, model: str | None) -> None:
         self.url = url.rstrip("/")
-        self.model = model or self._get("/v1/models")["data"][0]["id"]
+        self.model = model or self._first_model()
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """``collective_rpc``."""
@@ -103,14 +133,18 @@ class _Server:
 
     def complete(self, prompts: list[str], max_tokens: int, batch: int = 256) -> None:
         """Run prompts with an empty prefix cache; the answers are thrown away."""
-        self._post("/reset_prefix_cache", {})
+        self._post(_RESET, {})
         for start in range(0, len(prompts), batch):
             body = {"model": self.model, "prompt": prompts[start : start + batch]}
             self._post("/v1/completions", {**body, "max_tokens": max_tokens})
 
-    def _get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=60) as response:
-            return json.loads(response.read())
+    def _first_model(self) -> str:
+        path = "/v1/models"
+        found = self._json(urllib.request.Request(self.url + path), timeout=60)
+        try:
+            return found["data"][0]["id"]
+        except (KeyError, IndexError, TypeError):
+            raise ValueError(f"{self.url}{path} names no model: {found!r:.200}") from None
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         request = urllib.request.Request(
@@ -118,9 +152,23 @@ class _Server:
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=3600) as response:
-            text = response.read()
-        return json.loads(text) if text else None
+        return self._json(request, timeout=3600)
+
+    @staticmethod
+    def _json(request: urllib.request.Request, timeout: float) -> Any:
+        """The answer. Raises ``ValueError`` with one line for whatever is none."""
+        url = request.full_url
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                text = response.read()
+            return json.loads(text) if text else None
+        except urllib.error.HTTPError as error:
+            said = " ".join(error.read().decode(errors="replace").split())[:500]
+            missing = error.code == 404 and url.endswith(("/collective_rpc", _RESET))
+            hint = " (a server has this with VLLM_SERVER_DEV_MODE=1 only)" if missing else ""
+            raise ValueError(f"{url}: {error}{hint} {said}".rstrip()) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ValueError(f"{url}: {error!r}") from None
 
 
 def main() -> int:
@@ -134,14 +182,16 @@ def main() -> int:
     parser.add_argument("--save", help="selection file, on the server's machine")
     args = parser.parse_args()
     try:
+        _check_count("--max-tokens", args.max_tokens)
+        if args.passes is not None:
+            _check_count("--passes", args.passes)
         prompts = read_prompts(args.prompts)
         server = _Server(args.url, args.model)
         found = _calibrate(
             server.rpc, lambda: server.complete(prompts, args.max_tokens), args.passes, args.save
         )
     except (OSError, ValueError) as error:
-        details = error.read().decode() if isinstance(error, urllib.error.HTTPError) else ""
-        print(f"calibrate: error: {error} {details}".rstrip(), file=sys.stderr)
+        print(f"calibrate: error: {error}", file=sys.stderr)
         return 1
     print(json.dumps(found))
     return 0

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from quads_common.backend import choose_backend, general_backend
+from quads_common.compensation.files import check_selection_file
 from quads_common.compensation.layers import Runtime
 from quads_common.compensation.ops import can_compensate
 from quads_common.options import (
@@ -193,6 +194,7 @@ class QuadsNvfp4Config(QuantizationConfig):
         )
         check_supported(vllm_config, general_backend(self.backend), self.options.act)
         self.options = self._runnable(self.options)
+        self._check_selection_file(vllm_config.parallel_config.tensor_parallel_size)
         logger.info_once(
             "quads_nvfp4: method %s, act %s, targets %s, backend %s",
             self.options.preset,
@@ -223,6 +225,16 @@ class QuadsNvfp4Config(QuantizationConfig):
             PLAIN_METHOD,
         )
         return dataclasses.replace(options, method=PLAIN_METHOD)
+
+    def _check_selection_file(self, tp_size: int) -> None:
+        """Refuse a file that cannot fit before weights are loaded."""
+        path = self.options.selection_file
+        if path is None:
+            return
+        try:
+            check_selection_file(path, tp_size=tp_size, options=self.options.compensation)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"selection_file {path!r} cannot be used: {error}") from None
 
     def _runtime(self) -> Runtime | None:
         """What compensated layers share; None if nothing is compensated."""

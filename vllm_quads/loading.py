@@ -73,9 +73,11 @@ def load_themselves(
         layer.quads_units = tuple(all_units)
 
     def boundary() -> None:
-        report_and_drop(all_units)
-        if on_boundary is not None:
-            on_boundary()
+        try:
+            report_and_drop(all_units)
+        finally:
+            if on_boundary is not None:
+                on_boundary()
 
     LAYERWISE_INFO[layer] = SelfLoadingInfo(boundary)
 
@@ -94,21 +96,23 @@ def finish_loading(
 ) -> None:
     """``process_weights_after_loading``: idempotent, every unit must hold weights by now.
 
-    on_boundary: called when they do.
+    on_boundary: called in any case: what came whole counts.
 
     Raises:
         ValueError: units that never got weights, by name.
     """
-    report_and_drop(layer.quads_units)
-    LAYERWISE_INFO[layer].reset()
-    for units in layer.quads_units:
-        if load_format == "dummy" and not units.loaded:
-            units.fill_dummy()
-        missing = units.missing()
-        if missing:
-            raise ValueError(
-                f"{units.name}: no weights for units {missing} of {units.count}; the checkpoint is "
-                "incomplete"
-            )
-    if on_boundary is not None:
-        on_boundary()
+    try:
+        report_and_drop(layer.quads_units)
+        LAYERWISE_INFO[layer].reset()
+        for units in layer.quads_units:
+            if load_format == "dummy" and not units.loaded:
+                units.fill_dummy()
+            missing = units.missing()
+            if missing:
+                raise ValueError(
+                    f"{units.name}: no weights for units {missing} of {units.count}; the "
+                    "checkpoint is incomplete"
+                )
+    finally:
+        if on_boundary is not None:
+            on_boundary()

@@ -47,8 +47,12 @@ class MetricsFile:
     def write(self, metrics: Sequence[SiteMetrics]) -> None:
         """Replace the content; readers see the old or the new."""
         temporary = self.path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps([site.to_json() for site in metrics]))
-        os.replace(temporary, self.path)
+        try:
+            temporary.write_text(json.dumps([site.to_json() for site in metrics]))
+            os.replace(temporary, self.path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def read(self) -> list[dict[str, Any]]:
         """The content; nothing before the first refresh."""

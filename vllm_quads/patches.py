@@ -8,7 +8,9 @@
 3. ``EngineCore.reset_prefix_cache``: trainers that call nothing after loading call this; it is the
    boundary at which incomplete units are reported and dropped. Only the scheduler hears of it.
    ``EngineCore.collective_rpc`` and ``.wake_up``: weight syncs and our worker methods run through
-   them, and where they changed a selection the prefix cache holds results of another model.
+   them, and where they changed a selection, be it before an error, the prefix cache holds results
+   of another model. ``.step`` and ``.step_with_batch_queue``: a reset that had to wait for requests
+   is made up for before anything is looked up in that cache again.
 4. ``WorkerWrapperBase.execute_model``, ``.sleep``, ``.wake_up``: after sleep level 2 the weights
    are gone, and a model must not run on what lies in their place; and the scheduler's count of
    tokens says which rows statistics may count; those that wait are counted before sleep. Every
@@ -18,9 +20,11 @@
    packed codes.
 """
 
+import contextlib
 import fnmatch
 import functools
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
@@ -37,7 +41,7 @@ from vllm_quads.config import (
     additional_options,
 )
 from vllm_quads.metrics import publish
-from vllm_quads.prefix_cache import reset_if_changed
+from vllm_quads.prefix_cache import reset_after_change, reset_if_changed, retry_reset
 from vllm_quads.report import after_loading, quads_report
 from vllm_quads.selection import WORKER_METHODS
 from vllm_quads.sync import (
@@ -162,29 +166,56 @@ def _patch_engine_core() -> None:
 
     @functools.wraps(reset)
     def reset_prefix_cache(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
-        if ours(self):
+        if not ours(self):
+            return reset(self, *args, **kwargs)
+        with resetting(self):
             self.model_executor.collective_rpc("quads_end_sync")
-            reset_if_changed(self, reset)
-        return reset(self, *args, **kwargs)
+        return reset_after_change(self, lambda core: reset(core, *args, **kwargs))
 
     @functools.wraps(rpc)
     def collective_rpc(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
-        result = rpc(self, *args, **kwargs)
+        with resetting(self):
+            result = rpc(self, *args, **kwargs)
         if ours(self):
             reset_if_changed(self, reset)
         return result
 
     @functools.wraps(wake)
     def wake_up(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
-        result = wake(self, *args, **kwargs)
+        with resetting(self):
+            result = wake(self, *args, **kwargs)
         if ours(self):
             reset_if_changed(self, reset)
         return result
+
+    @contextlib.contextmanager
+    def resetting(core: EngineCore) -> Iterator[None]:
+        """What fails may have changed lists before; its error is the one to tell."""
+        try:
+            yield
+        except Exception as error:
+            # After a timeout the workers are busy; the next call looks.
+            if ours(core) and not isinstance(error, TimeoutError):
+                try:
+                    reset_if_changed(core, reset)
+                except Exception as second:
+                    logger.warning("quads_nvfp4: after %r, too: %r", error, second)
+            raise
+
+    def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
+            retry_reset(self, reset)
+            return original(self, *args, **kwargs)
+
+        return step
 
     setattr(reset_prefix_cache, _PATCHED, True)
     EngineCore.reset_prefix_cache = reset_prefix_cache
     EngineCore.collective_rpc = collective_rpc
     EngineCore.wake_up = wake_up
+    EngineCore.step = stepping(EngineCore.step)
+    EngineCore.step_with_batch_queue = stepping(EngineCore.step_with_batch_queue)
 
 
 def _patch_worker_wrapper() -> None:

@@ -11,7 +11,7 @@ import torch
 from vllm.distributed import get_tp_group
 
 from quads_common.compensation.controller import Compensator
-from quads_common.compensation.files import SitePart
+from quads_common.compensation.files import SitePart, probe_selection_path
 from quads_common.options import QUANT_METHOD
 from vllm_quads.sync import runtime_of
 
@@ -20,6 +20,7 @@ __all__ = [
     "quads_forget",
     "quads_load_selection",
     "quads_metrics",
+    "quads_probe_selection",
     "quads_refresh",
     "quads_save_selection",
     "quads_selection_state",
@@ -42,6 +43,13 @@ def quads_save_selection(worker: Any, path: str) -> dict[str, Any] | None:
     path: where the first rank can write.
     """
     return _compensator(worker).save(path, _gathered)
+
+
+def quads_probe_selection(worker: Any, path: str) -> None:
+    """Worker method: raise what ``quads_save_selection`` would, if it could not write there."""
+    _compensator(worker)
+    if get_tp_group().rank_in_group == 0:
+        probe_selection_path(path)
 
 
 def quads_load_selection(worker: Any, path: str) -> dict[str, Any]:
@@ -70,6 +78,7 @@ WORKER_METHODS = (
     quads_refresh,
     quads_forget,
     quads_save_selection,
+    quads_probe_selection,
     quads_load_selection,
     quads_metrics,
     quads_selection_state,

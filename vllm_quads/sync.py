@@ -19,12 +19,17 @@ def quads_fingerprints(worker: Any) -> dict[str, list[dict[str, Any]]]:
 
 
 def quads_end_sync(worker: Any) -> list[str]:
-    """Worker method: end whatever sync is going on; returns what was incomplete and dropped."""
-    dropped = report_and_drop(all_units(worker.model_runner.get_model()))
-    runtime = runtime_of(worker)
-    if runtime is not None:
-        runtime.compensator.end_sync()
-    return dropped
+    """Worker method: end whatever sync is going on; returns what was incomplete and dropped.
+
+    Raises:
+        ValueError: weights with NaN or Inf, by name; after the lists were dealt with.
+    """
+    try:
+        return report_and_drop(all_units(worker.model_runner.get_model()))
+    finally:
+        runtime = runtime_of(worker)
+        if runtime is not None:
+            runtime.compensator.end_sync()
 
 
 def runtime_of(worker: Any) -> Runtime | None:

@@ -12,7 +12,7 @@ boundary.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -25,7 +25,17 @@ from quads_common.weight_tiles import TileLayout
 if TYPE_CHECKING:
     from quads_common.kernels.units import UnitQuantizer
 
-__all__ = ["Piece", "Region", "WeightUnits", "check_incoming"]
+__all__ = ["Piece", "Region", "Watcher", "WeightUnits", "check_incoming"]
+
+
+class Watcher(Protocol):
+    """Whoever needs the BF16 weight of a unit that completes."""
+
+    def completed(self, unit: int, weight: torch.Tensor, good: torch.Tensor) -> None:
+        """Before anything raises. weight: the buffer [N, K] bf16, whose other parts were staged.
+
+        good: bool scalar on the weight's device, whether the unit was quantized from it.
+        """
 
 
 class WeightUnits:
@@ -56,6 +66,7 @@ class WeightUnits:
         self.regions = regions
         self.rule = rule
         self.layout = layout
+        self.watcher: Watcher | None = None  # needs staged parts: ``stage`` and ``arrived``
         self.loaded: set[int] = set()  # units that hold weights since the last `forget`
         self._open: dict[int, OpenUnit] = {}
         self._bits = {part: 1 << i for i, part in enumerate(self.parts)}
@@ -124,6 +135,9 @@ class WeightUnits:
         q = quantize(opened.buffer, amax=total, global_scale_rule=self.rule, name=self.name)
         self._write(unit, q)
         self.loaded.add(unit)
+        if self.watcher is not None:
+            good = torch.ones((), dtype=torch.bool, device=self.packed.device)
+            self.watcher.completed(unit, opened.buffer, good)
         return True
 
     def check(self) -> None:
@@ -244,6 +258,9 @@ class WeightUnits:
         for part in parts:
             opened.sources[part] = source
         if last:
+            if self.watcher is not None:
+                assert opened.buffer is not None, f"{source}: {unit=} was never staged"
+                self.watcher.completed(unit, opened.buffer, gpu.accepted(unit))
             del self._open[unit]
             self._unchecked[unit] = (opened.sources, unit in self.loaded)
             self.loaded.add(unit)

@@ -6,9 +6,10 @@ from quads_common.compensation import CompensationOptions, Site
 from quads_common.compensation.observe import observe
 from quads_common.compensation.refresh import SiteState
 from quads_common.compensation.sampling import sampled_rows
+from quads_common.weight_units import WeightUnits
 from tests.common.samples import normal
 
-K, EXPERTS = 128, 3
+K, N, EXPERTS = 128, 32, 3
 W13 = Site("layers.0.w13", "w13", K, K)
 W2 = Site("layers.0.w2", "w2", K, K, 0, tuple(range(EXPERTS)), EXPERTS)
 
@@ -33,3 +34,22 @@ def rows_with(hot: list[int], rows: int, seed: int) -> torch.Tensor:
 
 
 PLANTED = sorted([0, 1, 17, 31, 32, 40, 41, 63, 64, 77, 90, 100, 111, 112, 126, 127])
+
+
+def bf16(**changes):
+    return options(rac_ratio=0.0, splice_weight="bf16", **changes)
+
+
+def channels(compensator) -> list[list[list[int]]]:
+    return [state.selection.channels.tolist() for state in compensator.states]
+
+
+def stored(rows: int = N, width: int = K, count: int = EXPERTS) -> WeightUnits:
+    return WeightUnits(
+        "w",
+        ("a", "b"),
+        torch.zeros(count, rows, width // 2, dtype=torch.uint8),
+        torch.zeros(count, rows, width // 16, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        torch.ones(count),
+        lambda unit: [],
+    )

@@ -17,6 +17,7 @@ from quads_common.compensation import (
     snapshot,
     write_selection_file,
 )
+from quads_common.compensation.files import check_selection_file, probe_selection_path
 from quads_common.compensation.observe import observe
 from tests.common.bits import assert_same_bits
 from tests.common.samples import normal
@@ -173,12 +174,12 @@ def test_options_that_shape_nothing_may_differ(tmp_path):
     restore(saved, empty(), tp_size=1, options=other)
 
 
-def rewrite(path, change) -> None:
+def rewrite(path, change, tp_size=1) -> None:
     """Change a file's header or tensors."""
     tensors = load_file(path)
     saved = read_selection_file(path)
     header = {
-        "contract_version": 1, "tp_size": 1, "options": saved.options, "sites": saved.sites,
+        "contract_version": 1, "tp_size": tp_size, "options": saved.options, "sites": saved.sites,
     }  # fmt: skip
     change(header, tensors)
     save_file(tensors, path, {"quads": json.dumps(header)})
@@ -207,6 +208,114 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path):
         restore(read_selection_file(path), empty(), tp_size=1, options=OPTIONS)
 
 
+def put(name, value, place=0):
+    """One number of a tensor of w2."""
+
+    def change(header, tensors):
+        tensor = tensors[f"layers.0.w2/{name}"].clone()
+        tensor.view(-1)[place] = value
+        tensors[f"layers.0.w2/{name}"] = tensor
+
+    return change
+
+
+def cast(name, dtype):
+    def change(header, tensors):
+        tensors[f"layers.0.w2/{name}"] = tensors[f"layers.0.w2/{name}"].to(dtype)
+
+    return change
+
+
+def fill(name, value):
+    def change(header, tensors):
+        tensors[f"layers.0.w2/{name}"].fill_(value)
+
+    return change
+
+
+# Channels of w2: 0 to 47 of shard 0, 48 to 95 of shard 1, 16 slots each; blocks 0 to 2 and 3 to 5.
+CONTENTS = {
+    "channel-too-large": (put("selection_channels", 100000), r"channels holds 100000 in list 0"),
+    "channel-of-the-next-shard": (put("selection_channels", 48, 15), r"48 .*from 0 to 47"),
+    "channel-of-the-last-shard": (put("selection_channels", 47, 16), r"47 .*from 48 to 95"),
+    "channel-negative": (put("selection_channels", -5), r"holds -5 in list 0 of shard 0"),
+    "channel-twice": (fill("selection_channels", 3), r"from 48 to 95"),
+    "channels-of-one-shard-twice": (put("selection_channels", 0, 1), r"channels: list 0 of"),
+    "channel-after-the-end": (put("selection_channels", -1, 3), r"each once, then -1"),
+    "channel-float": (cast("selection_channels", torch.float64), r"is torch.float64, .*int32"),
+    "block-too-large": (put("selection_blocks", 99999), r"selection_blocks holds 99999"),
+    "block-float": (cast("selection_blocks", torch.float32), r"is torch.float32, .*int32"),
+    "average-nan": (put("averages_block", float("nan")), r"averages_block holds NaN or Inf"),
+    "mean-inf": (put("statistics_mean", float("inf")), r"statistics_mean holds NaN or Inf"),
+    "count-negative": (put("statistics_count", -7.0), r"statistics_count holds -7\.0"),
+    "m2-negative": (put("statistics_m2", -1e-3), r"statistics_m2 holds -0\.001"),
+    "refreshes-negative": (put("averages_refreshes", -1), r"averages_refreshes holds -1"),
+    "ready-no-bool": (cast("averages_ready", torch.int64), r"averages_ready is torch.int64"),
+    "count-single": (cast("statistics_count", torch.float32), r"count is torch.float32"),
+}
+
+
+@pytest.mark.parametrize("case", CONTENTS)
+def test_contents_that_cannot_be_are_refused_on_every_rank(tmp_path, case):
+    """Nothing is written, whichever rank the wrong number belongs to."""
+    change, message = CONTENTS[case]
+    path = tmp_path / "s.safetensors"
+    written(path, [served(tp=2, rank=rank) for rank in range(2)], 2)
+    rewrite(path, change, tp_size=2)
+    saved = read_selection_file(path)
+    for rank in range(2):
+        states = empty(tp=2, rank=rank)
+        before = [t.clone() for state in states for t in state.buffers().values()]
+        with pytest.raises(ValueError, match=rf"s.safetensors: layers.0.w2/.*{message}"):
+            restore(saved, states, tp_size=2, options=OPTIONS)
+        for old, new in zip(before, (t for s in states for t in s.buffers().values()), strict=True):
+            assert_same_bits(new, old, "state")
+
+
+def test_a_mean_may_be_negative(tmp_path):
+    path = tmp_path / "s.safetensors"
+    written(path, [served()])
+    rewrite(path, put("statistics_mean", -3.0))
+    restore(read_selection_file(path), empty(), tp_size=1, options=OPTIONS)
+
+
+HEADERS = {
+    "no-version": (lambda h: h.pop("contract_version"), r"header has no 'contract_version'"),
+    "no-tp-size": (lambda h: h.pop("tp_size"), r"the header has no 'tp_size'"),
+    "tp-size-none": (lambda h: h.update(tp_size=None), r"tp_size None is no int"),
+    "options-none": (lambda h: h.update(options=None), r"options None is no dict"),
+    "sites-list": (lambda h: h.update(sites=[]), r"sites \[\] is no dict"),
+    "site-null": (lambda h: h["sites"].update({"layers.0.w2": None}), r"site layers.0.w2 is None"),
+    "site-empty": (lambda h: h["sites"].update({"layers.0.w2": {}}), r"w2: the header has no 'kin"),
+    "site-type": (lambda h: h["sites"]["layers.0.w2"].update(shards="1"), r"shards '1' is no int"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_wrong_headers_are_refused(tmp_path, case):
+    change, message = HEADERS[case]
+    path = tmp_path / "s.safetensors"
+    written(path, [served()])
+    rewrite(path, lambda header, tensors: change(header) and None)
+    with pytest.raises(ValueError, match=rf"s.safetensors: .*{message}"):
+        read_selection_file(path)
+    save_file({"x": torch.zeros(1)}, path, {"quads": "[1]"})
+    with pytest.raises(ValueError, match=r"not a selection file: its header is \[1\]"):
+        read_selection_file(path)
+
+
+def test_a_header_is_checked_without_any_site(tmp_path):
+    path = tmp_path / "s.safetensors"
+    written(path, [served()])
+    check_selection_file(path, tp_size=1, options=OPTIONS)
+    with pytest.raises(ValueError, match="tp_size 1, this engine has 2"):
+        check_selection_file(path, tp_size=2, options=OPTIONS)
+    with pytest.raises(ValueError, match="splice_count_w13 16, this engine has 64"):
+        check_selection_file(
+            path, tp_size=1, options=CompensationOptions.from_preset("quads_splice")
+        )
+
+
 def test_foreign_files_are_refused(tmp_path):
     path = tmp_path / "s.safetensors"
     save_file({"x": torch.zeros(1)}, path)
@@ -230,6 +339,23 @@ def test_incomplete_and_contradicting_ranks_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"layers.0.w2: ranks disagree"):
         written(path, [served(), served(tp=2, rank=0)])
     assert not list(tmp_path.iterdir()), "a failed write leaves nothing"
+    path.mkdir()
+    with pytest.raises(OSError):
+        written(path, [served()])
+    assert list(tmp_path.iterdir()) == [path], "nor does a path that is a folder"
+
+
+def test_a_path_is_probed_without_a_trace(tmp_path):
+    path = tmp_path / "s"
+    probe_selection_path(path)
+    assert not list(tmp_path.iterdir())
+    path.write_text("as it was")
+    probe_selection_path(path)
+    assert path.read_text() == "as it was"
+    for bad in (tmp_path, tmp_path / "absent" / "s"):
+        with pytest.raises(OSError, match=str(bad)):
+            probe_selection_path(bad)
+    assert [p.name for p in tmp_path.iterdir()] == ["s"]
 
 
 def test_a_file_is_replaced_whole(tmp_path):

@@ -1,6 +1,7 @@
 """What a refresh reports, and how it shares blocks between layers."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from quads_common import fake_quantize
 from quads_common.compensation import Site, new_site_state, refresh
+from quads_common.compensation.adaptive import allocate_blocks
 from quads_common.compensation.metrics import refresh_summary
 from tests.common.samples import normal
 from tests.compensation.cases import with_outliers
@@ -104,3 +106,69 @@ def test_adaptive_looks_at_lists_that_are_ready():
     refresh([few, all_of_them], chosen)
     assert few.selection.block_mask.sum(dim=1).tolist() == [7, 8, 8]
     assert all_of_them.selection.block_mask.sum(dim=1).tolist() == [1] * 3
+
+
+def test_adaptive_counts_what_a_block_costs():
+    """Of two equally loud inputs the one with the narrow weight gets more; the total stays."""
+    chosen = options(adaptive=True, splice_count_w13=0, splice_count_w2=0)
+    names, rows = "abc", {"a": 320, "b": 64, "c": 64}
+    states = [new_site_state(Site(name, "linear", K, K), chosen) for name in names]
+    for state, scale in zip(states, (1.0, 1.0, 0.1), strict=True):
+        feed(state, normal(32, K) * scale, chosen)
+    refresh(states, chosen, rows=rows)
+    blocks = {s.site.name: int(s.selection.block_mask.sum()) for s in states}
+    uniform = sum(4 * n for n in rows.values())
+    cost = sum(blocks[name] * rows[name] for name in names)
+    assert uniform - min(rows.values()) < cost <= uniform, blocks
+    assert blocks["b"] == 8 > blocks["a"], blocks
+
+
+def best_by_trying(scores, counts, costs):
+    """The most energy of any choice under the budget."""
+    budget = sum(n * cost for n, cost in zip(counts, costs, strict=True))
+    sums = [s.mean(dim=0).sort(descending=True).values.cumsum(0).tolist() for s in scores]
+    choices = itertools.product(*(range(1, len(s) + 1) for s in sums))
+    return max(
+        sum(s[n - 1] for s, n in zip(sums, choice, strict=True))
+        for choice in choices
+        if sum(n * cost for n, cost in zip(choice, costs, strict=True)) <= budget
+    )
+
+
+@pytest.mark.parametrize("costs", [(1, 1, 1), (5, 1, 1), (7, 2, 3)], ids=str)
+def test_adaptive_against_all_choices(costs):
+    """Optimal at equal costs, else within the worth of one block; never above the budget."""
+    generator = torch.Generator().manual_seed(sum(costs))
+    counts = (3, 4, 2)
+    for _ in range(5):
+        scores = [torch.rand((1, n), generator=generator).double() for n in (6, 8, 4)]
+        found = allocate_blocks(scores, counts, costs)
+        spent = sum(n * cost for n, cost in zip(found, costs, strict=True))
+        budget = sum(n * cost for n, cost in zip(counts, costs, strict=True))
+        assert spent <= budget and min(found) >= 1
+        sums = [s[0].sort(descending=True).values.cumsum(0) for s in scores]
+        got = sum(float(s[n - 1]) for s, n in zip(sums, found, strict=True))
+        best = best_by_trying(scores, counts, costs)
+        if len(set(costs)) == 1:
+            assert found == allocate_blocks(scores, counts) and spent == budget
+            assert got == pytest.approx(best, rel=1e-12)
+        else:
+            assert got >= best - max(float(s.max()) for s in scores)
+
+
+def test_adaptive_shares_alike_on_all_ranks():
+    """Inputs that every rank has must not depend on scores of inputs that each has a part of."""
+    chosen = options(adaptive=True, splice_count_w13=0, splice_count_w2=0)
+    found = []
+    for rank in range(2):
+        states = [
+            new_site_state(Site("q", "linear", K, K), chosen),
+            new_site_state(Site("k", "linear", K, K), chosen),
+            new_site_state(Site("o", "linear", K, 2 * K, rank * K), chosen),
+        ]
+        feed(states[0], normal(32, K), chosen)
+        feed(states[1], normal(32, K, seed=1) * 1.1, chosen)
+        feed(states[2], normal(32, K, seed=2) * 10.0**rank, chosen)
+        refresh(states, chosen)
+        found.append([s.selection.blocks.tolist() for s in states])
+    assert found[0][:2] == found[1][:2]

@@ -62,6 +62,18 @@ def test_every_knob_stays_settable():
         ({"splice_count_linear": True}, r"splice_count_linear True .*integer"),
         ({"refresh_interval": 0}, r"refresh_interval 0 .*integer from 1"),
         ({"min_tokens": 0}, r"min_tokens 0 .*integer from 1"),
+        ({"sampling_rate": 1e-20}, r"sampling_rate 1e-20 .*from 2\*\*-62 to 1"),
+        ({"sampling_rate": 5e-324}, r"sampling_rate 5e-324 .*from 2\*\*-62"),
+        ({"min_tokens": 2**63}, r"min_tokens 9223372036854775808 .*to 2\*\*63 - 1"),
+        (
+            {"min_tokens": 10**400},
+            r"min_tokens \(an integer of more.*integer from 1 to 2\*\*63 - 1",
+        ),
+        ({"min_tokens": 1e3}, r"min_tokens 1000\.0 .*integer"),
+        ({"refresh_interval": 10**400}, r"refresh_interval .*to 2\*\*63 - 1"),
+        ({"splice_count_w13": 10**400}, r"splice_count_w13 .*to 2\*\*63 - 1"),
+        ({"compensate": [["w13"]]}, r"compensate \[\['w13'\]\] .*linear"),
+        ({"compensate": [{}]}, r"compensate \[\{\}\] .*linear"),
         ({"rac_statistic": "max"}, r"rac_statistic 'max' .*residual.*variance"),
         ({"splice_statistic": "mean"}, r"splice_statistic 'mean' .*variance"),
         ({"splice_weight": "fp8"}, r"splice_weight 'fp8' .*dequant.*bf16"),
@@ -79,6 +91,35 @@ def test_every_knob_stays_settable():
 def test_bad_options_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         CompensationOptions.from_preset("quads", change)
+
+
+@pytest.mark.parametrize(
+    ("rate", "period"), [(1, 1), (0.7, 1), (0.4, 2), (1 / 3, 3), (2.0**-62, 2**62)]
+)
+def test_one_of_so_many_rows_is_counted(rate, period):
+    assert CompensationOptions(sampling_rate=rate).sampling_period == period
+
+
+def test_extreme_values_that_are_allowed_can_be_used():
+    from quads_common.compensation.refresh import new_site_state, refresh
+    from quads_common.compensation.sampling import sampled_rows
+
+    chosen = CompensationOptions.from_preset(
+        "quads_splice",
+        {"sampling_rate": 2.0**-62, "min_tokens": 2**63 - 1, "splice_count_w13": 2**63 - 1},
+    )
+    assert len(sampled_rows(0, 5, chosen.sampling_period, 5)) <= 1
+    state = new_site_state(Site("x", "w13", 32, 32), chosen)
+    assert state.selection.channels.shape == (1, 32)
+    state.statistics.count.fill_(1e6)
+    assert refresh([state], chosen)[0].groups_ready == 0
+
+
+@pytest.mark.parametrize("key", ["min_tokens", "rac_ratio", "sampling_rate", "splice_count_w2"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_integers_that_cannot_be_written_are_refused_by_name(key, sign):
+    with pytest.raises(ValueError, match=f"{key} .an integer of more than 40 digits. is not all"):
+        CompensationOptions.from_preset("quads", {key: sign * 10**5000})
 
 
 def test_unknown_preset_is_refused():

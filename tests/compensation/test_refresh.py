@@ -6,7 +6,8 @@ import torch
 
 from quads_common import quantize
 from quads_common.compensation import linear_compensated, new_site_state, refresh
-from quads_common.compensation.refresh import refresh_is_due
+from quads_common.compensation.refresh import SiteState, forget_served, refresh_is_due
+from quads_common.compensation.statistics import reset
 from tests.common.bits import assert_same_bits
 from tests.common.samples import normal
 from tests.compensation.ranks import in_lockstep
@@ -156,6 +157,64 @@ def test_splice_then_rac_ranks_what_the_splice_leaves(statistic):
         refresh([state], chosen)
     assert state.selection.channels[0].tolist() == hot
     assert state.selection.blocks[0, 0].item() == 6
+
+
+def per_row(state: SiteState) -> torch.Tensor:
+    """[G, K/16] served energy of a row."""
+    covered = state.statistics.count - state.averages.uncovered
+    return state.statistics.served_energy / covered.unsqueeze(1)
+
+
+def test_a_hot_list_that_is_dropped_mixes_no_energies():
+    """Too few rows after ``forget``: the rows counted under the old channels do not rank blocks."""
+    chosen = options(min_tokens=150, rac_ratio=0.25)
+    state, alone = new_site_state(W13, chosen), new_site_state(W13, chosen)
+    feed(state, rows_with(PLANTED, 200, 0), chosen)
+    refresh([state], chosen)
+    reset(state.statistics)
+    for buffer in state.averages.buffers().values():
+        buffer.zero_()
+    feed(state, rows_with(PLANTED, 100, 1), chosen)
+    (found,) = refresh([state], chosen)
+    assert found.residual_energy_after > 0, "of the rows under the lists until now"
+    assert state.selection.channels.eq(-1).all() and state.statistics.count.item() == 100
+    assert not state.statistics.served_energy.any() and not state.statistics.underflows.any()
+    rows = rows_with(PLANTED, 100, 2)
+    feed(state, rows, chosen)
+    feed(alone, rows, chosen)
+    assert_same_bits(per_row(state), per_row(alone), "only the rows under the new lists")
+    refresh([state], chosen)
+    assert not state.averages.ready.any(), "100 rows of 200 count for ranking blocks"
+    feed(state, rows_with(PLANTED, 50, 3), chosen)
+    feed(alone, rows_with(PLANTED, 50, 3), chosen)
+    expected = per_row(alone)
+    refresh([state], chosen)
+    assert_same_bits(state.averages.block, expected, "150 rows")
+    assert state.averages.ready.all() and state.averages.uncovered.item() == 0
+
+
+@pytest.mark.parametrize("changes", [{"rac_ratio": 0.0}, {"rac_statistic": "variance"}])
+def test_where_served_energies_rank_nothing_all_rows_count(changes):
+    chosen = options(min_tokens=20, **changes)
+    state = new_site_state(W13, chosen)
+    feed(state, rows_with(PLANTED, 15, 0), chosen)
+    forget_served(state, torch.ones(1, dtype=torch.bool))
+    (found,) = refresh([state], chosen)
+    assert np.isnan(found.residual_energy_after) and found.residual_energy_before > 0
+    feed(state, rows_with(PLANTED, 5, 1), chosen)
+    assert refresh([state], chosen)[0].groups_ready == 1
+    assert state.averages.uncovered.item() == 0
+
+
+def test_only_lists_that_change_forget():
+    chosen = options()
+    state = new_site_state(W2, chosen)
+    for expert in range(EXPERTS):
+        feed(state, rows_with(PLANTED, 5, expert), chosen, expert)
+    forget_served(state, torch.tensor([True, False, False]))
+    assert state.averages.uncovered.tolist() == [5, 0, 0]
+    assert state.statistics.served_energy.bool().any(dim=1).tolist() == [False, True, True]
+    assert state.statistics.plain_energy.all()
 
 
 def test_refresh_is_deterministic_and_in_place():

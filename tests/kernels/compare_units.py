@@ -4,6 +4,7 @@ Each function yields (name, whether it holds, figures) for a device and model sh
 (``device="cpu"``, in the interpreter) the GPU's code runs with one program.
 """
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 
@@ -57,6 +58,7 @@ def units(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
     yield from unusual_tensors(device, generator)
     yield from bad_units(device)
     yield from bad_units_later(device)
+    yield from watched_units(device)
 
 
 def tiled_units(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
@@ -212,6 +214,34 @@ def bad_units(device: str) -> Iterator[Check]:
         ok &= bool((group.packed[1] == 0xA5).all()) and float(group.global_scale[1]) == 7.0
         ok &= bool((group.packed[::2] == 0x77).all()) and group.missing() == [1]
         yield f"units {value} in {part}", ok, message
+
+
+class Watcher:
+    """Notes what a completed unit was told to be, before anything raised."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, bool, float]] = []
+
+    def completed(self, unit: int, weight: torch.Tensor, good: torch.Tensor) -> None:
+        self.told.append((unit, bool(good), float(weight[0, 0])))
+
+
+def watched_units(device: str) -> Iterator[Check]:
+    """A watcher hears of each unit with the kernel's own verdict, of the whole tensors."""
+    n, k = 16, 32
+    for kernels in (True, False):
+        group = make_units((3, n, k), ("weight",), device if kernels else "cpu", kernels)
+        group.watcher = watcher = Watcher()
+        for unit in range(3):
+            full = torch.full((2 * n, k), 1.0 + unit, dtype=torch.bfloat16)
+            if unit == 1:
+                full[-1, 5] = torch.nan  # another rank's rows
+            group.stage(unit).copy_(full[:n])
+            with contextlib.suppress(ValueError):
+                group.arrived(unit, ("weight",), full.to(group.packed.device), str(unit))
+        want = [(0, True, 1.0), (1, False, 2.0), (2, True, 3.0)]
+        want = want if kernels else [told for told in want if told[1]]
+        yield f"units watched, {kernels=}", watcher.told == want, str(watcher.told)
 
 
 def bad_units_later(device: str) -> Iterator[Check]:

@@ -86,6 +86,11 @@ def choose(worker: Any, changes: dict[str, Any]) -> None:
         copy_into(state.selection.buffers(), other.selection.buffers(), state.site.name)
 
 
+def mark_changed(worker: Any) -> None:
+    """Worker function: lists were changed, as by a refresh."""
+    worker.vllm_config.quant_config.runtime.compensator._changed()
+
+
 def drop_residual(worker: Any) -> None:
     """Worker function: no block has its residual added any more."""
     for state in worker.vllm_config.quant_config.runtime.compensator.states:
@@ -219,6 +224,29 @@ class CompensationProbes(SyncProbes):
         second = cached()
         getattr(self, action)()
         return [second, cached()]
+
+    def refresh_while_running(self, cached: list[int], running: list[int]) -> dict[str, Any]:
+        """Another refresh while a request runs; what a prompt hits before, then, and afterwards."""
+        from vllm import SamplingParams
+
+        def cached_tokens() -> int:
+            params = SamplingParams(temperature=0.0, max_tokens=1)
+            (output,) = self.llm.generate([{"prompt_token_ids": cached}], params, use_tqdm=False)
+            return output.num_cached_tokens
+
+        cached_tokens()
+        hits = cached_tokens()
+        engine = self.llm.llm_engine
+        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        engine.add_request("running", {"prompt_token_ids": running}, params)
+        for _ in range(3):
+            engine.step()
+        self.llm.collective_rpc(choose, args=({"rac_ratio": 0.25, "adaptive": False},))
+        self.llm.collective_rpc(mark_changed)
+        kept = engine.get_num_unfinished_requests()
+        while engine.has_unfinished_requests():
+            engine.step()
+        return {"hits": hits, "kept": kept, "after": cached_tokens()}
 
     def nothing(self) -> list[Any]:
         """An RPC that changes no selection."""

@@ -244,6 +244,7 @@ def test_compiled(engine, arith_moe, sequences):
         ("lists", "lists", []),
         ("cached, nothing", "prefix_cache", [sequences[30], "nothing"]),
         ("buffers", "buffers", []),
+        ("refreshed while running", "refresh_while_running", [sequences[30], sequences[29]]),
     ]
     found = engine(
         arith_moe,
@@ -260,6 +261,11 @@ def test_compiled(engine, arith_moe, sequences):
     assert second > 0 and third == 0
     second, third = found["cached, nothing"]
     assert second == third > 0
+    running = found["refreshed while running"]
+    assert running["hits"] > 0, "the prompt was not cached"
+    assert running["kept"] > 0, "a request ran"
+    assert running["after"] == 0, "results of the former lists were found again"
+    assert found["log"].count("the selection changed while requests were running") == 1
     assert "method quads, act nvfp4, targets all" in found["log"]
     (lists,) = found["lists"]
     blocks = [sum(b >= 0 for b in what["blocks"][0]) for s, what in lists.items() if ".w13" in s]

@@ -13,6 +13,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
 
+from quads_common.compensation import CompensationOptions, write_selection_file
 from vllm_quads.config import QuadsNvfp4Config
 from vllm_quads.patches import ENVIRONMENT_VARIABLE
 from vllm_quads.refusals import check_supported
@@ -334,3 +335,41 @@ def test_broken_plugin_is_visible(arith_moe, tmp_path):
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
     assert "quads_common.options" in last, done.stderr[-2000:]
+
+
+def test_a_selection_file_is_looked_at_before_any_weight(arith_moe, tmp_path):
+    """In the process that the user sees: the option, the file and what is wrong with it."""
+
+    def started(path):
+        return config(arith_moe, additional_config={"quads": {"selection_file": str(path)}})
+
+    with pytest.raises(ValueError, match=r"selection_file '/nope' cannot be used: .*/nope"):
+        started("/nope")
+    path = tmp_path / "s"
+    path.write_text("no selection")
+    with pytest.raises(ValueError, match=r"selection_file .* is not a selection file"):
+        started(path)
+    for options, tp_size, message in (
+        (CompensationOptions.from_preset("quads"), 2, "tp_size 2, this engine has 1"),
+        (CompensationOptions.from_preset("quads_splice"), 1, "splice_count_w13 64, this engine"),
+    ):
+        write_selection_file(path, [], tp_size=tp_size, options=options)
+        with pytest.raises(ValueError, match=f"selection_file .* cannot be used: .*{message}"):
+            started(path)
+    write_selection_file(path, [], tp_size=1, options=CompensationOptions.from_preset("quads"))
+    assert prepared(started(path)).selection_file == str(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compensate": [["w13"]]}, r"compensate \[\['w13'\]\] is not allowed: some of"),
+        ({"compensate": [{}]}, r"compensate \[\{\}\] is not allowed: some of"),
+        ({"sampling_rate": 5e-324}, "sampling_rate 5e-324 is not allowed"),
+        ({"min_tokens": 10**400}, "min_tokens .* is not allowed: an integer from 1"),
+    ],
+    ids=["list", "object", "rate", "tokens"],
+)
+def test_odd_values_are_refused_by_name(arith_moe, options, message):
+    with pytest.raises(ValueError, match=message):
+        config(arith_moe, additional_config={"quads": options})

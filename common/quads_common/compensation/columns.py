@@ -3,8 +3,9 @@
 The BF16 weight exists only then, and only one unit at a time. So the lists of a site change in two
 steps. When a sync begins, the lists it shall end with are announced; each unit that completes
 gathers its columns for the lists in force and for the announced ones. When the sync ends, the site
-changes lists and columns together, if every unit came; otherwise it stays as it is. So columns,
-codes and lists belong together at every moment.
+changes lists and columns together, if every unit was quantized; otherwise it stays as it is. So
+columns, codes and lists belong together at every moment. A unit that the quantizer refuses (NaN,
+Inf, too large, be it in another rank's shard) keeps its codes and its columns.
 """
 
 import torch
@@ -26,7 +27,7 @@ class SiteColumns:
         self.columns = torch.zeros((units, rows, slots), dtype=torch.bfloat16, device=device)
         self._next: dict[str, torch.Tensor] | None = None  # the announced selection's buffers
         self._next_columns: torch.Tensor | None = None
-        self._came: set[int] = set()
+        self._came: torch.Tensor | None = None  # [U] bool, quantized since the announcement
 
     def load(
         self,
@@ -53,37 +54,34 @@ class SiteColumns:
         source: str,
     ) -> bool:
         """``WeightUnits.arrived``, likewise."""
-        buffer = units.stage(unit)
-        complete = units.arrived(unit, parts, full, source)
-        if complete:
-            self._gather(unit, buffer)
-        return complete
+        units.watcher = self
+        return units.arrived(unit, parts, full, source)
 
     def announce(self, selection: dict[str, torch.Tensor]) -> None:
         """The buffers of the selection that the sync which begins shall end with."""
         self._next = selection
         self._next_columns = torch.zeros_like(self.columns)
-        self._came.clear()
+        units = self.columns.shape[0]
+        self._came = torch.zeros(units, dtype=torch.bool, device=self.columns.device)
 
     def commit(self) -> bool:
         """End of the sync: change to what was announced; returns False if units are missing."""
         selection, columns, came = self._next, self._next_columns, self._came
-        self._next, self._next_columns, self._came = None, None, set()
-        if selection is None or columns is None:
+        self._next, self._next_columns, self._came = None, None, None
+        if selection is None or columns is None or came is None:
             return True
-        if len(came) < self.columns.shape[0]:
+        if not bool(came.all()):
             return False
         copy_into(self.state.selection.buffers(), selection, self.state.site.name)
         self.columns.copy_(columns)
         return True
 
-    def _gather(self, unit: int, weight: torch.Tensor) -> None:
-        # A unit with NaN or Inf keeps its codes; on a GPU nobody has looked yet.
-        good = weight.isfinite().all()
+    def completed(self, unit: int, weight: torch.Tensor, good: torch.Tensor) -> None:
+        """What ``WeightUnits`` tells its watcher: gather, unless the unit keeps its codes."""
         self._write(self.columns, unit, weight, self.state.selection.channels, good)
-        if self._next is not None and self._next_columns is not None:
+        if self._next is not None and self._next_columns is not None and self._came is not None:
             self._write(self._next_columns, unit, weight, self._next["channels"], good)
-            self._came.add(unit)
+            self._came[unit].logical_or_(good)
 
     @staticmethod
     def _write(

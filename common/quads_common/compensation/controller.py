@@ -8,7 +8,7 @@ at the latest when a sync's first tensor arrives, because the columns are gather
 load, and come into force when the sync ends.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,11 +22,19 @@ from quads_common.compensation.files import (
     snapshot,
     write_selection_file,
 )
-from quads_common.compensation.metrics import SiteMetrics, refresh_summary
+from quads_common.compensation.metrics import SiteMetrics, refresh_summary, with_last_known
 from quads_common.compensation.options import KINDS, CompensationOptions
-from quads_common.compensation.refresh import SiteState, new_site_state, refresh, refresh_is_due
+from quads_common.compensation.refresh import (
+    Averages,
+    SiteState,
+    forget_served,
+    new_site_state,
+    refresh,
+    refresh_is_due,
+)
+from quads_common.compensation.selection import Selection
 from quads_common.compensation.site import Site
-from quads_common.compensation.statistics import copy_into, reset
+from quads_common.compensation.statistics import ChannelStatistics, copy_into, reset
 
 __all__ = ["Compensator", "Log"]
 
@@ -42,7 +50,8 @@ class Log(Protocol):
 
 
 class Compensator:
-    """The sites of one rank. version: how often a selection changed; metrics: of the last refresh.
+    """The sites of one rank. version: how often a selection changed; metrics: of the last
+    refresh, with the last known energies where it had no row to measure them by.
 
     tp_size: the engine's, which selection files belong to. selection_file: to start with.
     first_rank: the one that writes INFO lines. on_refresh: called with the metrics of each refresh.
@@ -72,6 +81,7 @@ class Compensator:
         self._state: dict[str, Any] = {}
         self._states: dict[str, SiteState] = {}
         self._columns: dict[str, SiteColumns] = {}
+        self._rows: dict[str, int] = {}  # of each site's weights
         self._start_file = selection_file
         # With BF16 columns: lists of all sites that wait for a sync, and whether they are new.
         self._chosen: list[dict[str, torch.Tensor]] | None = None
@@ -81,7 +91,7 @@ class Compensator:
 
     @property
     def states(self) -> list[SiteState]:
-        """In the order of the layers."""
+        """Of the inputs that are compensated, in the order of the layers."""
         return list(self._states.values())
 
     @property
@@ -92,13 +102,18 @@ class Compensator:
     # What an engine does ------------------------------------------------------------------------
 
     def add(self, site: Site, device: torch.device) -> SiteState:
-        """The buffers of an input. A name that comes again replaces the earlier site."""
+        """The buffers of an input. A name that comes again replaces the earlier site.
+
+        One that the options do not compensate has buffers for the layer, but is no business here.
+        """
         state = new_site_state(site, self.options, device)
-        self._states[site.name] = state
+        if self.options.active(site.kind):
+            self._states[site.name] = state
         return state
 
     def add_columns(self, state: SiteState, units: int, rows: int) -> SiteColumns | None:
         """The BF16 columns of a site's ``units`` weights of ``rows`` rows; None if not wanted."""
+        self._rows[state.site.name] = rows
         slots = state.selection.channels.shape[1]
         if self.options.splice_weight != "bf16" or slots == 0:
             return None
@@ -134,18 +149,8 @@ class Compensator:
 
     def end_sync(self) -> bool:
         """A boundary, if weights arrived since the last one; returns whether a list changed."""
-        if not self._arriving:
-            return False
-        self._arriving = False
-        if not self._loaded:
-            return False
         before = self.version
-        if self.gathers_columns:
-            self._commit()
-        else:
-            self.boundaries += 1
-            if refresh_is_due(self.boundaries, self.options) and self._refresh():
-                self._changed()
+        self._end_sync()
         return self.version != before
 
     def state(self) -> dict[str, Any]:
@@ -159,26 +164,32 @@ class Compensator:
 
     @property
     def calibration_passes(self) -> int:
-        """How often to run prompts: RAC's blocks are ranked by what the hot channels leave."""
+        """How often to run prompts: RAC's blocks are ranked by what the hot channels leave.
+
+        With BF16 columns that is seen only after the sync that puts the hot channels in force.
+        """
         chosen = [k for k in KINDS if self.options.ratio(k) and self.options.splice_count(k)]
-        return 2 if chosen else 1
+        return 2 if chosen and self.options.splice_weight == "dequant" else 1
 
     # What users call ----------------------------------------------------------------------------
 
     def refresh_now(self) -> dict[str, Any]:
-        """Choose the lists anew from what was counted; ends a sync that is going on.
+        """Choose the lists anew from what was counted.
+
+        A sync that is going on ends; if that is a refresh, or puts lists in force that waited for
+        it, this is the one.
 
         Returns "applied" (False if it waits for the next sync), "changed" and "metrics".
         """
         before = self.version
-        self.end_sync()
-        if self.gathers_columns:
+        done = self._end_sync()
+        if not done and self.gathers_columns:
             self._choose(self._refresh)
             self._wait("the refresh")
-        elif self._refresh():
-            self._changed()
+        elif not done:
+            self._refresh()
         return {
-            "applied": not self.gathers_columns,
+            "applied": done or not self.gathers_columns,
             "changed": self.version != before,
             "metrics": [m.to_json() for m in self.metrics],
         }
@@ -189,7 +200,7 @@ class Compensator:
         for state in self.states:
             reset(state.statistics)
             averages = state.averages
-            for name in ("block", "block_known", "channel", "ready", "tokens"):
+            for name in ("block", "block_known", "channel", "ready", "uncovered", "tokens"):
                 getattr(averages, name).zero_()
 
     def save(
@@ -204,10 +215,7 @@ class Compensator:
         gather: every rank's parts on the rank that writes, None on the others.
         """
         self.count_staged()
-        in_force = self._put(self._chosen) if self._chosen is not None else None
-        parts = [snapshot(state) for state in self.states]
-        if in_force is not None:
-            self._put(in_force)
+        parts = [snapshot(state) for state in self._with_chosen()]
         everyone = gather(parts)
         if everyone is None:
             return None
@@ -234,6 +242,21 @@ class Compensator:
 
     # How ----------------------------------------------------------------------------------------
 
+    def _end_sync(self) -> bool:
+        """``end_sync``; returns whether lists were chosen, or those that waited are in force."""
+        if not self._arriving:
+            return False
+        self._arriving = False
+        if not self._loaded:
+            return False
+        if self.gathers_columns:
+            return self._commit()
+        self.boundaries += 1
+        due = refresh_is_due(self.boundaries, self.options)
+        if due:
+            self._refresh()
+        return due
+
     def _changed(self) -> None:
         self.version += 1
         if self._loaded:
@@ -257,13 +280,22 @@ class Compensator:
         )
 
     def _refresh(self) -> bool:
-        """Returns whether a list changed."""
+        """Returns whether a list changed, which is noted unless lists have to wait."""
         self.count_staged()
-        self.metrics = refresh(self.states, self.options)
+        old = {metrics.name: metrics for metrics in self.metrics}
+        rows = {name: self._rows.get(name, 1) for name in self._states}
+        found = refresh(self.states, self.options, in_force=not self.gathers_columns, rows=rows)
+        self.metrics = [with_last_known(new, old.get(new.name)) for new in found]
+        differ = any(m.blocks_overlap < 1 or m.channels_overlap < 1 for m in self.metrics)
+        if differ and not self.gathers_columns:
+            self._changed()
         self._info("selections refreshed: %s", refresh_summary(self.metrics))
         if self._on_refresh is not None:
-            self._on_refresh(self.metrics)
-        return any(m.blocks_overlap < 1 or m.channels_overlap < 1 for m in self.metrics)
+            try:
+                self._on_refresh(self.metrics)
+            except Exception as error:  # whoever shows metrics is no reason to stop a sync
+                self._log.warning("quads_nvfp4: metrics of a refresh were not handed on: %s", error)
+        return differ
 
     def _restore(self, saved: SavedSelection) -> bool:
         self.count_staged()
@@ -280,8 +312,27 @@ class Compensator:
     def _choose(self, write_lists: Callable[[], bool]) -> None:
         """Run what writes new lists; keep them for the next sync and the old ones in force."""
         in_force = self._put(None)
-        self._chosen_differ = write_lists()
-        self._chosen = self._put(in_force)
+        try:
+            differ = write_lists()
+            chosen = self._put(None)
+        finally:
+            self._put(in_force)
+        self._chosen, self._chosen_differ = chosen, differ
+
+    def _with_chosen(self) -> Iterator[SiteState]:
+        """The states as they would be if the lists that wait were in force, one after the other."""
+        if self._chosen is None:
+            yield from self.states
+            return
+        for state, lists in zip(self.states, self._chosen, strict=True):
+            copy = SiteState(
+                state.site,
+                ChannelStatistics(**_clones(state.statistics.buffers())),
+                Averages(**_clones(state.averages.buffers())),
+                Selection(**lists),
+            )
+            forget_served(copy, _lists_that_differ(lists["channels"], state))
+            yield copy
 
     def _put(self, lists: list[dict[str, torch.Tensor]] | None) -> list[dict[str, torch.Tensor]]:
         """Write the lists of all sites, if any; returns those that were there."""
@@ -292,27 +343,37 @@ class Compensator:
                 tensor.copy_(new[name])
         return old
 
-    def _commit(self) -> None:
+    def _commit(self) -> bool:
+        """Put the lists in force that waited; returns whether there were any that came whole."""
         chosen, self._chosen = self._chosen, None
         if chosen is None:
-            return
+            return False
         self.count_staged()
         late = []
         for (name, state), lists in zip(self._states.items(), chosen, strict=True):
             columns = self._columns.get(name)
+            moved = _lists_that_differ(lists["channels"], state)
             if columns is None:
                 copy_into(state.selection.buffers(), lists, name)
             elif not columns.commit():
                 late.append(name)
-        if self._chosen_differ:
+                continue
+            forget_served(state, moved)
+        if self._chosen_differ and len(late) < len(chosen):
             self._changed()
         if late:
             self._log.warning(
                 "quads_nvfp4: %d inputs keep their hot channels, because the sync did not bring "
-                "all of their weights: %s",
+                "all of their weights or some were refused: %s",
                 len(late),
                 ", ".join(late[:4]) + (", ..." if len(late) > 4 else ""),
             )
+        return len(late) < len(chosen)
+
+
+def _lists_that_differ(channels: torch.Tensor, state: SiteState) -> torch.Tensor:
+    """[G] bool: other hot channels than those in force."""
+    return (channels != state.selection.channels).any(dim=1)
 
 
 def _nothing() -> None:

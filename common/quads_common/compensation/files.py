@@ -6,6 +6,7 @@ input side by side, so channel and block ids are those of the checkpoint. A file
 tp_size, because each shard of an input chooses for itself.
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from quads_common.compensation.file_checks import check_header, check_ids, check_values
 from quads_common.compensation.options import CompensationOptions
 from quads_common.compensation.refresh import SiteState
 from quads_common.compensation.site import Site
@@ -26,6 +28,8 @@ from quads_common.format import BLOCK_SIZE, CONTRACT_VERSION
 __all__ = [
     "SavedSelection",
     "SitePart",
+    "check_selection_file",
+    "probe_selection_path",
     "read_selection_file",
     "restore",
     "snapshot",
@@ -109,32 +113,71 @@ def write_selection_file(
         "options": options.to_dict(),
         "sites": sites,
     }
-    temporary = Path(f"{os.fspath(path)}.partial-{os.getpid()}")
-    save_file(tensors, temporary, {_HEADER: json.dumps(header)})
-    os.replace(temporary, path)
+    temporary = _beside(path)
+    try:
+        save_file(tensors, temporary, {_HEADER: json.dumps(header)})
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def probe_selection_path(path: str | os.PathLike[str]) -> None:
+    """Whether ``write_selection_file`` could write there; leaves nothing.
+
+    Raises:
+        OSError: it could not.
+    """
+    if Path(path).is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    temporary = _beside(path)
+    temporary.touch()
+    temporary.unlink()
+
+
+def _beside(path: str | os.PathLike[str]) -> Path:
+    """Where a file grows before it appears at ``path``."""
+    return Path(f"{os.fspath(path)}.partial-{os.getpid()}")
 
 
 def read_selection_file(path: str | os.PathLike[str]) -> SavedSelection:
     """Read a file.
 
     Raises:
-        ValueError: it is no selection file, or of another contract version.
+        ValueError: it is no selection file, of another contract version, or its header is wrong.
         OSError: it cannot be read.
     """
+    return _read(path, tensors=True)
+
+
+def check_selection_file(
+    path: str | os.PathLike[str], *, tp_size: int, options: CompensationOptions
+) -> None:
+    """Whether a file's header fits an engine, before the engine has any site.
+
+    Raises:
+        ValueError: as ``read_selection_file``; another tp_size or options that shape a selection.
+        OSError: it cannot be read.
+    """
+    _check_fits(_read(path, tensors=False), tp_size, options)
+
+
+def _read(path: str | os.PathLike[str], *, tensors: bool) -> SavedSelection:
     shown = os.fspath(path)
     try:
         with safe_open(shown, framework="pt") as file:
             header = json.loads((file.metadata() or {}).get(_HEADER, "null"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = file.keys() if tensors else ()
+            content = {name: file.get_tensor(name) for name in names}
     except (SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{shown} is not a selection file: {error}") from None
-    if not isinstance(header, dict):
+    if header is None:
         raise ValueError(f"{shown} is not a selection file: its header has no {_HEADER!r} entry")
+    header = check_header(shown, header)
     if header["contract_version"] != CONTRACT_VERSION:
         raise ValueError(
             f"{shown}: contract_version {header['contract_version']}, this is {CONTRACT_VERSION}"
         )
-    return SavedSelection(shown, header["tp_size"], header["options"], header["sites"], tensors)
+    return SavedSelection(shown, header["tp_size"], header["options"], header["sites"], content)
 
 
 def restore(
@@ -147,16 +190,10 @@ def restore(
     """Write this rank's part of a file into its buffers, in place; checks all before the first.
 
     Raises:
-        ValueError: another tp_size, other options that shape a selection, other sites or shapes.
+        ValueError: another tp_size, other options that shape a selection, other sites or shapes;
+            ids or numbers that cannot be.
     """
-    if saved.tp_size != tp_size:
-        raise ValueError(f"{saved.path}: tp_size {saved.tp_size}, this engine has {tp_size}")
-    current = options.to_dict()
-    for key in _SHAPING:
-        if saved.options.get(key) != current[key]:
-            raise ValueError(
-                f"{saved.path}: {key} {saved.options.get(key)!r}, this engine has {current[key]!r}"
-            )
+    _check_fits(saved, tp_size, options)
     names = {state.site.name for state in states}
     if names != saved.sites.keys():
         odd = sorted(names ^ saved.sites.keys())[0]
@@ -169,6 +206,17 @@ def restore(
         copy_into(
             state.buffers(), {**tensors, _NOT_SAVED: mask}, f"{saved.path}: {state.site.name}"
         )
+
+
+def _check_fits(saved: SavedSelection, tp_size: int, options: CompensationOptions) -> None:
+    if saved.tp_size != tp_size:
+        raise ValueError(f"{saved.path}: tp_size {saved.tp_size}, this engine has {tp_size}")
+    current = options.to_dict()
+    for key in _SHAPING:
+        if saved.options.get(key) != current[key]:
+            raise ValueError(
+                f"{saved.path}: {key} {saved.options.get(key)!r}, this engine has {current[key]!r}"
+            )
 
 
 def _description(site: Site) -> dict[str, Any]:
@@ -232,6 +280,12 @@ def _part_of(saved: SavedSelection, state: SiteState) -> dict[str, torch.Tensor]
         if tensor is None or list(tensor.shape) != shape:
             got = "missing" if tensor is None else f"of shape {list(tensor.shape)}"
             raise ValueError(f"{saved.path}: {site.name}/{name} is {got}, expected {shape}")
+        what = f"{saved.path}: {site.name}/{name}"
+        if name in _IDS:
+            lists = tensor.unflatten(1, (site.shards, columns))
+            check_ids(what, lists, buffer.dtype, site.width // _IDS[name])
+        else:
+            check_values(what, tensor, buffer.dtype)
         if name not in _COUNTERS:
             tensor = tensor.unflatten(1, (site.shards, columns))[rows, site.shard]
             tensor = tensor.reshape(buffer.shape)

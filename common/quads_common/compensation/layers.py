@@ -143,7 +143,7 @@ class LayerInput:
         has_slots = self.state.selection.channels.shape[1] > 0
         self._channels = f"{prefix}selection_channels" if has_slots else ""
         self._columns = f"{prefix}columns" if self.columns is not None else ""
-        counted = counted and runtime.period > 0
+        counted = counted and runtime.period > 0 and options.active(site.kind)
         # Compilers want a list of mutated buffers to have elements, so there are always two.
         places = runtime.places if counted else 0
         staged = new_staging(places, top_k, site.width, dtype, device)

@@ -1,15 +1,16 @@
 """What a refresh reports of each site."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["SiteMetrics", "refresh_summary"]
+__all__ = ["SiteMetrics", "refresh_summary", "with_last_known"]
 
 
 @dataclass(frozen=True)
 class SiteMetrics:
-    """One site at one refresh. Energies are NaN if no row was counted since the one before.
+    """One site at one refresh. Energies are NaN where ``refresh`` found no row to measure them by.
 
     residual_energy_before: per token, the squares of x - Q(x) without compensation.
     residual_energy_after: the same of what was served, with the selection in force until now.
@@ -38,6 +39,22 @@ class SiteMetrics:
     def to_json(self) -> dict[str, Any]:
         """Plain numbers, for an RPC or a metrics exporter; None for NaN, which JSON lacks."""
         return {k: None if v != v else v for k, v in asdict(self).items()}
+
+
+_MEASURED = (
+    "residual_energy_before",
+    "residual_energy_after",
+    "signal_energy",
+    "rac_scale_underflow_share",
+)
+
+
+def with_last_known(new: SiteMetrics, old: SiteMetrics | None) -> SiteMetrics:
+    """``new`` with the values of ``old`` where nothing was measured since."""
+    if old is None:
+        return new
+    gone = [key for key in _MEASURED if math.isnan(getattr(new, key))]
+    return replace(new, **{key: getattr(old, key) for key in gone})
 
 
 def refresh_summary(metrics: Sequence[SiteMetrics]) -> str:

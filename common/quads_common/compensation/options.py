@@ -26,6 +26,8 @@ STATISTICS: tuple[str, ...] = get_args(Statistic)
 # "dequant": the columns of the FP4 weight. "bf16": columns of the BF16 weight, kept beside it.
 SpliceWeight = Literal["dequant", "bf16"]
 SPLICE_WEIGHTS: tuple[str, ...] = get_args(SpliceWeight)
+_LOWEST_RATE = 2.0**-62  # its period fits into the int64 that rows are counted in
+_HIGHEST_INTEGER = 2**63 - 1
 # Inputs that can be compensated: of the two GEMMs of routed experts, and of a linear layer.
 KINDS = ("w13", "w2", "linear")
 
@@ -56,9 +58,10 @@ class CompensationOptions:
     compensate: the inputs to compensate, of ``KINDS``.
     ema: weight of the past when a refresh averages statistics. refresh_interval: boundaries (weight
         syncs) per refresh. min_tokens: counted rows before a list is chosen, for each list.
-    sampling_rate: share of the rows that is counted. A counted row moves about 40 bytes of memory
-        for each channel: at 1/64, 0.2% of what a decode step of 128 tokens reads of FP4 experts.
-    adaptive: give each layer its own ratio, under the total number of blocks of ``rac_ratio``.
+    sampling_rate: share of the rows that is counted: one of round(1 / rate), so 0.7 counts all. A
+        counted row moves about 40 bytes of memory for each channel: at 1/64, 0.2% of what a decode
+        step of 128 tokens reads of FP4 experts.
+    adaptive: give each layer its own ratio, with the multiplications of ``rac_ratio`` in total.
     exact: residuals and hot channels as products of their own where a backend folds them into one
         FP16 operand (``triton``, ``hopper``); slower, see ``fold`` for what it changes.
 
@@ -87,6 +90,10 @@ class CompensationOptions:
         _check_range("rac_alpha", self.rac_alpha, 0, 1, low_open=True)
         _check_range("ema", self.ema, 0, 1, high_open=True)
         _check_range("sampling_rate", self.sampling_rate, 0, 1, low_open=True)
+        if self.sampling_rate < _LOWEST_RATE:
+            raise ValueError(
+                f"sampling_rate {self.sampling_rate!r} is not allowed: a number from 2**-62 to 1"
+            )
         for key in _SPLICE_COUNTS:
             _check_integer(key, getattr(self, key), 0)
         _check_integer("refresh_interval", self.refresh_interval, 1)
@@ -163,12 +170,23 @@ def _check_range(
     )
     if not inside:
         above, below = "above" if low_open else "from", "to below" if high_open else "to"
-        raise ValueError(f"{key} {value!r} is not allowed: a number {above} {low} {below} {high}")
+        raise ValueError(
+            f"{key} {_shown(value)} is not allowed: a number {above} {low} {below} {high}"
+        )
 
 
 def _check_integer(key: str, value: object, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ValueError(f"{key} {value!r} is not allowed: an integer from {low} on")
+    inside = type(value) is int and low <= value <= _HIGHEST_INTEGER
+    if not inside:
+        raise ValueError(
+            f"{key} {_shown(value)} is not allowed: an integer from {low} to 2**63 - 1"
+        )
+
+
+def _shown(value: object) -> str:
+    """Python refuses to write integers of thousands of digits."""
+    huge = isinstance(value, int) and abs(value) >= 10**40
+    return "(an integer of more than 40 digits)" if huge else repr(value)
 
 
 def _check_choice(key: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -178,6 +196,6 @@ def _check_choice(key: str, value: object, allowed: tuple[str, ...]) -> None:
 
 def _check_kinds(value: object) -> None:
     names = value if isinstance(value, tuple) else ()
-    if not names or len(set(names)) != len(names) or any(name not in KINDS for name in names):
+    if not names or any(name not in KINDS for name in names) or len(set(names)) != len(names):
         shown = list(value) if isinstance(value, tuple) else value
         raise ValueError(f"compensate {shown!r} is not allowed: some of {list(KINDS)}")

@@ -104,6 +104,11 @@ class UnitQuantizer:
         numbers = (unit, mask, piece.first_row, piece.row_offset, block_offset)
         launcher(full, stage, tables, numbers)
 
+    def accepted(self, unit: int) -> torch.Tensor:
+        """Bool scalar on the device: whether the unit that was completed last was written."""
+        assert self._tables is not None, f"{unit=} was not completed"
+        return self._tables.maxima[unit].amax() <= WEIGHT_AMAX_MAX_BITS
+
     def bad_parts(self, units: Sequence[int]) -> dict[int, list[int]]:
         """Those of the completed units that were not written: which parts hold NaN or Inf.
 

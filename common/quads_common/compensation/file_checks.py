@@ -1,0 +1,82 @@
+"""What a selection file may hold: a header of known types, ids and numbers that make sense.
+
+A file may come from anywhere, and a wrong id would only show as a failing request. Every rank
+checks the whole file, so all refuse it or none.
+"""
+
+from typing import Any
+
+import torch
+
+__all__ = ["check_header", "check_ids", "check_values"]
+
+_KEYS = {"contract_version": int, "tp_size": int, "options": dict, "sites": dict}
+_SITE_KEYS = {"kind": str, "full_width": int, "num_groups": int, "shards": int}
+_SIGNED = ("statistics_mean",)
+
+
+def check_header(path: str, header: object) -> dict[str, Any]:
+    """The header of a file, if it has all keys in their types.
+
+    Raises:
+        ValueError: it has not; the message names the file and the key.
+    """
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is not a selection file: its header is {header!r:.80}")
+    _check_keys(path, header, _KEYS)
+    for name, site in header["sites"].items():
+        if not isinstance(site, dict):
+            raise ValueError(f"{path}: site {name} is {site!r:.80}, expected an object")
+        _check_keys(f"{path}: site {name}", site, _SITE_KEYS)
+    return header
+
+
+def check_values(what: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Numbers of statistics and averages; ``what`` ends with the buffer's name.
+
+    Raises:
+        ValueError: another dtype, NaN or Inf, a negative number where none can be.
+    """
+    if tensor.dtype != dtype:
+        raise ValueError(f"{what} is {tensor.dtype}, expected {dtype}")
+    if tensor.dtype == torch.bool:
+        return
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{what} holds NaN or Inf")
+    if not what.endswith(_SIGNED) and bool((tensor < 0).any()):
+        raise ValueError(f"{what} holds {tensor.min().item()}, expected no negative number")
+
+
+def check_ids(what: str, ids: torch.Tensor, dtype: torch.dtype, width: int) -> None:
+    """Lists [groups, shards, slots]; shard s has the ids from s * width up to its end.
+
+    Raises:
+        ValueError: another dtype, an id of another shard or of none, a list that is not ascending
+            ids and then -1.
+    """
+    if ids.dtype != dtype:
+        raise ValueError(f"{what} is {ids.dtype}, expected {dtype}")
+    starts = (torch.arange(ids.shape[1]) * width).view(1, -1, 1)
+    wrong = (ids != -1) & ((ids < starts) | (ids >= starts + width))
+    if bool(wrong.any()):
+        group, shard, slot = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{what} holds {ids[group, shard, slot].item()} in list {group} of shard {shard}, "
+            f"expected ids from {shard * width} to {(shard + 1) * width - 1}, or -1"
+        )
+    before, after = ids[..., :-1], ids[..., 1:]
+    wrong = (after != -1) & ((before == -1) | (before >= after))
+    if bool(wrong.any()):
+        group, shard, _ = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{what}: list {group} of shard {shard} is {ids[group, shard].tolist()}, expected "
+            "ascending ids, each once, then -1"
+        )
+
+
+def _check_keys(what: str, found: dict[str, Any], wanted: dict[str, type]) -> None:
+    for key, kind in wanted.items():
+        if key not in found:
+            raise ValueError(f"{what}: the header has no {key!r}")
+        if type(found[key]) is not kind:
+            raise ValueError(f"{what}: {key} {found[key]!r:.80} is no {kind.__name__}")
