@@ -5,13 +5,18 @@
       "env_vars": {"VLLM_QUADS_CONFIG": "{\\"enable\\": true}", "VLLM_QUADS_TIM": "{}"}}' -- ...
 
 OpenRLHF has no plug-in point in the trainer. Ray calls ``setup`` in every worker process before
-anything else, and the two names are replaced when ``openrlhf.trainer.ray.ppo_actor`` is imported:
-``Actor``, so that the policy (not the reference model) is prepared for QAT with the options of
-VLLM_QUADS_CONFIG, and ``PolicyLoss``, if VLLM_QUADS_TIM is set. The rollout engines need the
-variable alone. Written against OpenRLHF 0.11.2, whose loss was run; its Ray actors were not (they
-need CUDA and DeepSpeed).
+anything else, and OpenRLHF's modules are patched when they are imported. The policy (neither the
+reference nor the EMA model) is prepared for QAT with the options of VLLM_QUADS_CONFIG, and
+``PolicyLoss`` filters if VLLM_QUADS_TIM is set. The rollout engines need the variable alone.
+
+Ray ships ``PolicyModelActor`` from the driver by value, with the driver's globals: a name replaced
+in the worker's ``ppo_actor`` does not reach it. So ``Actor``, which it holds by reference, is
+changed in place. Written against OpenRLHF 0.11.2, whose loss was run; its Ray actors were not (they
+need CUDA and DeepSpeed), stand-ins of them in Ray were.
 """
 
+import functools
+import logging
 import os
 from types import ModuleType
 from typing import Any
@@ -20,41 +25,70 @@ import torch
 
 from quads_common.mismatch import FilterOptions, RunningCap, select_sequences, sequence_statistics
 from quads_common.qat import prepare_qat
+from quads_common.qat.weight import prepared_weights
 from quads_trainers.filter_environment import filter_options
 from quads_trainers.late_patches import patch_when_imported
 from quads_trainers.rollout_environment import VARIABLE, environment_options
 
-__all__ = ["filtered_policy_loss", "patch_ppo_actor", "qat_actor", "setup"]
+__all__ = ["filtered_policy_loss", "patch_actor", "patch_ppo_actor", "setup"]
+
+logger = logging.getLogger(f"openrlhf.{__name__}")  # OpenRLHF configures no logger but its own
 
 
 def setup() -> None:
     """Ray's ``worker_process_setup_hook``; imports nothing of OpenRLHF."""
+    patch_when_imported("openrlhf.models.actor", patch_actor)
     patch_when_imported("openrlhf.trainer.ray.ppo_actor", patch_ppo_actor)
 
 
+def patch_actor(module: ModuleType) -> None:
+    """Let ``Actor`` prepare the policy's model, if VLLM_QUADS_CONFIG is set."""
+    if not os.environ.get(VARIABLE):
+        return
+    quads = environment_options()
+    initialize = module.Actor.__init__
+
+    @functools.wraps(initialize)
+    def __init__(
+        self: Any, *args: Any, ds_config: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        zero = (ds_config or {}).get("zero_optimization") or {}
+        # Only a configuration to train with has this key; reference and EMA models have another.
+        trained = "offload_optimizer" in zero
+        if trained and zero.get("stage") == 3:
+            raise NotImplementedError(
+                "QAT does not know ZeRO-3's partitioned weights: use --ds.zero_stage 2"
+            )
+        initialize(self, *args, ds_config=ds_config, **kwargs)
+        if trained:
+            prepare_qat(self.model, quads)
+            logger.info("QAT: prepared %d weights of the policy", len(prepared_weights(self.model)))
+
+    module.Actor.__init__ = __init__
+
+
 def patch_ppo_actor(module: ModuleType) -> None:
-    """Replace ``Actor`` and ``PolicyLoss`` as the environment says."""
+    """Check that the policy is prepared, and replace ``PolicyLoss``, as the environment says."""
     if os.environ.get(VARIABLE):
-        module.Actor = qat_actor(module.Actor, environment_options())
+        _refuse_unprepared_policy(module.ActorPPOTrainer)
     options = filter_options()
     if options is not None:
         module.PolicyLoss = filtered_policy_loss(module.PolicyLoss, options)
 
 
-def qat_actor(base: type, quads: dict[str, Any]) -> type:
-    """A subclass of OpenRLHF's ``Actor`` whose model is prepared for QAT."""
+def _refuse_unprepared_policy(trainer: Any) -> None:
+    initialize = trainer.__init__
 
-    class QuadsActor(base):
-        def __init__(self, *args: Any, ds_config: dict | None = None, **kwargs: Any) -> None:
-            stage = ((ds_config or {}).get("zero_optimization") or {}).get("stage", 0)
-            if stage == 3:
-                raise NotImplementedError(
-                    "QAT does not know ZeRO-3's partitioned weights: use --ds.zero_stage 2"
-                )
-            super().__init__(*args, ds_config=ds_config, **kwargs)
-            prepare_qat(self.model, quads)
+    @functools.wraps(initialize)
+    def __init__(self: Any, strategy: Any, actor: Any, *args: Any, **kwargs: Any) -> None:
+        if not prepared_weights(actor.model):
+            raise RuntimeError(
+                f"{VARIABLE} is set and the policy is not prepared for QAT: this OpenRLHF gives "
+                "its Actor another ds_config than 0.11.2 does"
+            )
+        initialize(self, strategy, actor, *args, **kwargs)
 
-    return QuadsActor
+    trainer.__init__ = __init__
 
 
 def filtered_policy_loss(base: type, options: FilterOptions) -> type:

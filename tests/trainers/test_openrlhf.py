@@ -77,31 +77,36 @@ def test_it_needs_the_rollouts_log_probs(policy_loss):
         loss(*arguments(drifted_batch(4, 1))[:4])
 
 
-class StandInActor(torch.nn.Module):
-    """Takes what OpenRLHF's Actor takes and holds the model where it does."""
-
-    def __init__(self, pretrain, ds_config=None):
-        super().__init__()
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(pretrain, dtype=torch.bfloat16)
+@pytest.fixture(scope="module")
+def in_ray(tmp_path_factory):
+    return run_script("run_openrlhf_ray.py", tmp_path_factory.mktemp("ray"))
 
 
-def test_the_policy_is_prepared_and_zero_3_refused(monkeypatch):
-    monkeypatch.setenv("VLLM_QUADS_CONFIG", '{"enable": true, "global_scale_rule": "te"}')
-    module = SimpleNamespace(Actor=StandInActor, PolicyLoss=torch.nn.Module)
-    openrlhf.patch_ppo_actor(module)
-    assert module.PolicyLoss is torch.nn.Module  # VLLM_QUADS_TIM is not set
-    weights = prepared_weights(module.Actor("examples/models/arith-moe"))
-    assert len(weights) == 8 and {weight.rule for weight in weights} == {"te"}
-    with pytest.raises(NotImplementedError, match="zero_stage 2"):
-        module.Actor("x", ds_config={"zero_optimization": {"stage": 3}})
+def test_in_a_ray_actor_the_policy_alone_is_prepared(in_ray):
+    assert in_ray["policy"] == {"weights": 8, "rules": ["te"]}
+    assert in_ray["reference"]["weights"] == in_ray["ema"]["weights"] == 0
+
+
+def test_in_a_ray_actor_the_loss_is_filtered(in_ray):
+    assert in_ray["loss"] == "QuadsPolicyLoss"
+
+
+def test_in_a_ray_actor_zero_3_and_an_unprepared_policy_are_refused(in_ray):
+    assert "use --ds.zero_stage 2" in in_ray["zero_3"]
+    assert "is not prepared for QAT" in in_ray["unprepared"]
+
+
+class Untouched:
+    def __init__(self):
+        pass
 
 
 def test_without_the_variables_nothing_is_replaced():
-    module = SimpleNamespace(Actor=StandInActor, PolicyLoss=torch.nn.Module)
+    module = SimpleNamespace(Actor=Untouched, ActorPPOTrainer=Untouched, PolicyLoss=Untouched)
+    before = Untouched.__init__
+    openrlhf.patch_actor(module)
     openrlhf.patch_ppo_actor(module)
-    assert (module.Actor, module.PolicyLoss) == (StandInActor, torch.nn.Module)
+    assert module.PolicyLoss is Untouched and Untouched.__init__ is before
 
 
 @pytest.mark.engine
