@@ -94,7 +94,7 @@ def _refuse_unprepared_policy(trainer: Any) -> None:
 def filtered_policy_loss(base: type, options: FilterOptions) -> type:
     """A subclass of OpenRLHF's ``PolicyLoss`` that leaves drifted sequences out.
 
-    It sees one micro-batch at a time, so the cap counts over all that came before. OpenRLHF divides
+    It sees one micro-batch at a time, so the cap counts over many (``RunningCap``). OpenRLHF divides
     by the tokens of the whole batch, dropped ones included: the rest is not scaled up.
     """
 

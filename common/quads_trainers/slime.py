@@ -5,7 +5,7 @@
 
 Truncated importance sampling as slime's own function does it, then the filter through the masks
 that the function returns. slime calls it for one micro-batch of one data-parallel rank, so the cap
-counts over all micro-batches of the process. slime trains in Megatron, for which there is no QAT
+counts over many of them (``RunningCap``). slime trains in Megatron, for which there is no QAT
 here: a W4A4 rollout then meets a BF16 trainer (see docs/trainers.md).
 """
 
