@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 
-from quads_common.mismatch import FilterOptions, RunningCap, select_sequences, sequence_statistics
+from quads_common.mismatch import FilterOptions, filter_metrics
 from quads_common.qat import prepare_qat
 from quads_common.qat.weight import prepared_weights
 from quads_trainers.filter_environment import filter_options
 from quads_trainers.late_patches import patch_when_imported
+from quads_trainers.micro_batches import MicroBatchFilter
 from quads_trainers.rollout_environment import VARIABLE, environment_options
 
 __all__ = ["filtered_policy_loss", "patch_actor", "patch_ppo_actor", "setup"]
@@ -74,6 +75,22 @@ def patch_ppo_actor(module: ModuleType) -> None:
     options = filter_options()
     if options is not None:
         module.PolicyLoss = filtered_policy_loss(module.PolicyLoss, options)
+        _log_filter_metrics(module.ActorPPOTrainer)
+
+
+def _log_filter_metrics(trainer: Any) -> None:
+    """Put the loss's figures among those that ``training_step`` returns to be averaged."""
+    step = trainer.training_step
+
+    @functools.wraps(step)
+    def training_step(self: Any, experience: Any, *args: Any, **kwargs: Any) -> Any:
+        status = step(self, experience, *args, **kwargs)
+        metrics = self.actor_loss_fn.tim_metrics
+        status["metrics"] |= metrics
+        status["weights"] |= dict.fromkeys(metrics, "sample")
+        return status
+
+    trainer.training_step = training_step
 
 
 def _refuse_unprepared_policy(trainer: Any) -> None:
@@ -94,14 +111,16 @@ def _refuse_unprepared_policy(trainer: Any) -> None:
 def filtered_policy_loss(base: type, options: FilterOptions) -> type:
     """A subclass of OpenRLHF's ``PolicyLoss`` that leaves drifted sequences out.
 
-    It sees one micro-batch at a time, so the cap counts over many (``RunningCap``). OpenRLHF divides
-    by the tokens of the whole batch, dropped ones included: the rest is not scaled up.
+    It sees one micro-batch at a time, so the cap counts over many (``MicroBatchFilter``). OpenRLHF
+    divides by the tokens of the whole batch, dropped ones included: the rest is not scaled up. Of a
+    micro-batch that is dropped whole the loss is 0 and the other figures are those of all tokens.
     """
 
     class QuadsPolicyLoss(base):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.tim_cap = RunningCap(options.max_drop_share)
+            self.tim_filter = MicroBatchFilter(options, logger)
+            self.tim_metrics: dict[str, torch.Tensor] = {}  # of the last micro-batch
 
         def forward(
             self,
@@ -117,13 +136,20 @@ def filtered_policy_loss(base: type, options: FilterOptions) -> type:
                     "the sequence filter needs the rollout's log-probs: set "
                     "--algo.advantage.is_correction_level to token or seq"
                 )
-            statistics = sequence_statistics(
-                old_log_probs - rollout_log_probs, action_mask, tail_nats=options.tail_nats
+            statistics, result = self.tim_filter.select(
+                old_log_probs - rollout_log_probs, action_mask
             )
-            keep = select_sequences(statistics, options, cap=self.tim_cap).keep
-            action_mask = action_mask * keep.unsqueeze(-1).to(action_mask.dtype)
-            return super().forward(
-                log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **kwargs
+            metrics = filter_metrics(result, statistics, prefix="tim_")
+            self.tim_metrics = {name: torch.tensor(value) for name, value in metrics.items()}
+            mask = action_mask * result.keep.unsqueeze(-1).to(action_mask.dtype)
+            nothing_left = bool((mask.sum() == 0) & (action_mask.sum() > 0))
+            if nothing_left:
+                mask = action_mask  # OpenRLHF divides by its sum
+            loss, *figures = super().forward(
+                log_probs, old_log_probs, advantages, mask, rollout_log_probs, **kwargs
             )
+            if nothing_left:
+                loss = (log_probs * 0).sum().to(loss.dtype)
+            return (loss, *figures)
 
     return QuadsPolicyLoss

@@ -5,26 +5,24 @@
 
 Truncated importance sampling as slime's own function does it, then the filter through the masks
 that the function returns. slime calls it for one micro-batch of one data-parallel rank, so the cap
-counts over many of them (``RunningCap``). slime trains in Megatron, for which there is no QAT
+counts over many of them (``MicroBatchFilter``). slime trains in Megatron, for which there is no QAT
 here: a W4A4 rollout then meets a BF16 trainer (see docs/trainers.md).
 """
 
+import logging
 from typing import Any
 
 import torch
 
-from quads_common.mismatch import (
-    FilterOptions,
-    RunningCap,
-    filter_metrics,
-    select_sequences,
-    sequence_statistics,
-)
+from quads_common.mismatch import FilterOptions, filter_metrics
 from quads_trainers.filter_environment import filter_options
+from quads_trainers.micro_batches import MicroBatchFilter
 
 __all__ = ["tis_with_filter"]
 
-_caps: dict[float, RunningCap] = {}
+logger = logging.getLogger(__name__)
+
+_filters: dict[FilterOptions, MicroBatchFilter] = {}  # of this process
 
 
 def tis_with_filter(
@@ -61,13 +59,10 @@ def tis_with_filter(
         "tis_abs": (ratio - 1).abs().detach(),
     }
     lengths = [len(t) for t in train_log_probs]
-    statistics = sequence_statistics(
-        _rows(delta.detach(), lengths),
-        _rows(torch.cat(loss_masks).to(delta.dtype), lengths),
-        tail_nats=options.tail_nats,
+    micro_batches = _filters.setdefault(options, MicroBatchFilter(options, logger))
+    statistics, result = micro_batches.select(
+        _rows(delta.detach(), lengths), _rows(torch.cat(loss_masks).to(delta.dtype), lengths)
     )
-    cap = _caps.setdefault(options.max_drop_share, RunningCap(options.max_drop_share))
-    result = select_sequences(statistics, options, cap=cap)
     masks = [m * k.to(m.dtype) for m, k in zip(loss_masks, result.keep, strict=True)]
     # slime averages metrics over tokens, so a figure of the micro-batch is repeated for each.
     for name, value in filter_metrics(result, statistics, prefix="tim_").items():

@@ -36,6 +36,9 @@ class ActorPPOTrainer:
     def __init__(self, strategy, actor, ema_model=None):
         self.loss = PolicyLoss()
 
+    def training_step(self):
+        pass
+
 def facts(actor):
     weights = prepared_weights(actor.model)
     return {"weights": len(weights), "rules": sorted({w.rule for w in weights})}

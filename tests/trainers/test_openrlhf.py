@@ -68,7 +68,46 @@ def test_micro_batches_share_one_cap(policy_loss):
     loss = openrlhf.filtered_policy_loss(policy_loss, FilterOptions())(is_correction_level="token")
     for seed in range(10):
         loss(*arguments(drifted_batch(4, 1, seed=seed)))
-    assert (loss.tim_cap.seen, loss.tim_cap.dropped) == (40, 5)
+    assert (loss.tim_filter.cap.seen, loss.tim_filter.cap.dropped) == (40, 5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"token_level_loss": False}], ids=["token", "sample"])
+def test_a_micro_batch_that_is_dropped_whole_has_no_loss_and_finite_figures(policy_loss, settings):
+    options = FilterOptions(max_drop_share=1.0)
+    loss = openrlhf.filtered_policy_loss(policy_loss, options)(
+        is_correction_level="token", **settings
+    )
+    data = drifted_batch(4, 0)
+    data.delta[:] = 1.5
+    log_probs, *rest = arguments(data)
+    value, *figures = loss(log_probs, *rest)
+    (gradient,) = torch.autograd.grad(value, log_probs)
+    assert value.item() == 0.0 and not gradient.any()
+    assert all(figure.isfinite() for figure in figures)
+
+
+def test_the_filters_figures_are_logged_and_the_alarm_warns(policy_loss, caplog, monkeypatch):
+    monkeypatch.setattr(openrlhf.logger, "parent", None)  # of OpenRLHF, which does not propagate
+    openrlhf.logger.addHandler(caplog.handler)
+
+    class Trainer:
+        def training_step(self, experience, scale):
+            self.actor_loss_fn(*experience)
+            return {"metrics": {"policy_loss": scale}, "weights": {"policy_loss": "token"}}
+
+    monkeypatch.setenv("VLLM_QUADS_TIM", "{}")
+    module = SimpleNamespace(ActorPPOTrainer=Trainer, PolicyLoss=policy_loss)
+    openrlhf.patch_ppo_actor(module)
+    trainer = Trainer()
+    trainer.actor_loss_fn = module.PolicyLoss(is_correction_level="token")
+    status = trainer.training_step(arguments(drifted_batch(20, 5)), 3)
+    openrlhf.logger.removeHandler(caplog.handler)
+    assert status["metrics"]["policy_loss"] == 3 and status["weights"]["policy_loss"] == "token"
+    assert float(status["metrics"]["tim_capped"]) == 1.0
+    assert float(status["metrics"]["tim_qualified_rate"]) == 0.5
+    assert float(status["metrics"]["tim_drop_rate"]) == pytest.approx(3 / 20)
+    assert status["weights"]["tim_drop_rate"] == "sample"
+    assert "10 of a micro-batch of 20 sequences drifted" in caplog.text
 
 
 def test_it_needs_the_rollouts_log_probs(policy_loss):

@@ -17,7 +17,7 @@ ARGS = SimpleNamespace(tis_clip=2.0, tis_clip_low=0.0)
 
 @pytest.fixture(autouse=True)
 def fresh_cap(monkeypatch):
-    monkeypatch.setattr(slime, "_caps", {})
+    monkeypatch.setattr(slime, "_filters", {})
 
 
 def call(data, args=ARGS, **changes):
@@ -57,6 +57,15 @@ def test_the_cap_counts_over_micro_batches_and_limits_come_from_the_environment(
         _, masks, _ = call(drifted_batch(4, 1, seed=seed))
         dropped += sum(not mask.any() for mask in masks)
     assert dropped == 11  # the share of 40, and one to begin with
+
+
+def test_a_rollout_that_drifts_as_a_whole_is_warned_of_once(caplog):
+    drifted = drifted_batch(40, 0)
+    drifted.delta[:] = 1.0
+    for expected in (1, 1, 1, 1, 2):  # again after the 128 sequences of a window
+        _, _, metrics = call(drifted)
+        assert caplog.text.count("the rollout as a whole has drifted") == expected
+        assert metrics["tim_capped"].unique().tolist() == [1.0]
 
 
 def test_what_it_cannot_do_is_refused(monkeypatch):
