@@ -41,21 +41,33 @@ def _path():
 
 def test_rollout_method_is_switched_on_inside_the_block(monkeypatch):
     monkeypatch.delenv(rollout_environment.VARIABLE, raising=False)
-    with rollout_environment.rollout_method({"act": "bf16"}, "models/a[1]"):
+    with rollout_environment.rollout_method({"act": "bf16"}):
         raw = json.loads(os.environ[rollout_environment.VARIABLE])
-        assert raw == {"enable": True, "model": "models/a[[]1]", "act": "bf16"}
+        # No pattern: offline vLLM replaces a hub id by the path of its snapshot.
+        assert raw == {"enable": True, "act": "bf16"}
         assert rollout_environment.environment_options() == {"act": "bf16"}
         with (
             pytest.raises(ValueError, match="set already"),
-            rollout_environment.rollout_method({}, "m"),
+            rollout_environment.rollout_method({}),
         ):
             pass
     assert rollout_environment.VARIABLE not in os.environ
     with (
         pytest.raises(ValueError, match="unknown option"),
-        rollout_environment.rollout_method({"x": 1}, "m"),
+        rollout_environment.rollout_method({"x": 1}),
     ):
         pass
+    monkeypatch.setenv(rollout_environment.VARIABLE, "")
+    with rollout_environment.rollout_method({}):
+        pass
+    assert os.environ[rollout_environment.VARIABLE] == ""
+
+
+@pytest.mark.parametrize("value", ['{"act": "nvfp4"}', '{"enable": false}', '{"enable": 1}'])
+def test_a_variable_that_switches_nothing_on_is_refused(monkeypatch, value):
+    monkeypatch.setenv(rollout_environment.VARIABLE, value)
+    with pytest.raises(ValueError, match="the engine would stay BF16"):
+        rollout_environment.check_enabled()
 
 
 def test_filter_options_from_the_environment(monkeypatch, tmp_path):
