@@ -1,10 +1,12 @@
 """What the plug-ins share; needs no trainer."""
 
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +26,44 @@ def test_a_patch_runs_after_the_module_and_once(tmp_path, monkeypatch):
     assert (seen, module.value, module.__spec__.name) == ([1], 2, "patched_later")
     patch_when_imported("patched_later", lambda module: seen.append(module.value))
     assert seen == [1, 2]
+
+
+def test_a_patch_outlives_a_probe_and_a_failed_import(tmp_path, monkeypatch):
+    (tmp_path / "probed_first.py").write_text("import os\nvalue = int(os.environ['VALUE'])\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen = []
+    patch_when_imported("probed_first", lambda module: seen.append(module.value))
+    assert importlib.util.find_spec("probed_first") is not None
+    with pytest.raises(KeyError):
+        importlib.import_module("probed_first")
+    assert seen == []
+    monkeypatch.setenv("VALUE", "7")
+    importlib.import_module("probed_first")
+    assert seen == [7]
+
+
+def test_an_sglang_without_plugins_is_left_alone(tmp_path, monkeypatch):
+    from quads_trainers.verl import load_sglang_plugins_first
+
+    class ServerArgs:
+        def __init__(self, model):
+            self.model = model
+
+        @staticmethod
+        def add_cli_args(parser):
+            return parser
+
+    package = tmp_path / "sglang" / "srt"
+    package.mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    load_sglang_plugins_first(SimpleNamespace(ServerArgs=ServerArgs))
+    assert ServerArgs("m").model == "m" and ServerArgs.add_cli_args(3) == 3
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_importing_the_plugin_loads_no_trainer():
