@@ -39,6 +39,7 @@ def tis_with_filter(
     pg_loss: [sum of T]. The lists hold one [T] for each sequence.
 
     Raises:
+        ValueError: no sequences; a rollout's log-probs of another length than the trainer's.
         NotImplementedError: context parallelism, which shows a rank parts of sequences;
             ``recompute_loss_function``, which would count every sequence twice.
     """
@@ -47,6 +48,13 @@ def tis_with_filter(
         raise NotImplementedError(
             "the sequence filter needs whole sequences: it does not work with context parallelism"
         )
+    if not shapes:
+        raise ValueError("the sequence filter got a micro-batch without sequences")
+    for i, (t, r) in enumerate(zip(train_log_probs, rollout_log_probs, strict=True)):
+        if len(t) != len(r):
+            raise ValueError(
+                f"sequence {i} has {len(t)} log-probs of the trainer and {len(r)} of the rollout"
+            )
     if getattr(args, "recompute_loss_function", False):
         raise NotImplementedError("the sequence filter does not work with recompute_loss_function")
     options = filter_options() or FilterOptions()

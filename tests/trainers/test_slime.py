@@ -74,6 +74,11 @@ def test_what_it_cannot_do_is_refused(monkeypatch):
         call(data, loss_masks=[torch.ones(3)] * 4)
     with pytest.raises(NotImplementedError, match="recompute_loss_function"):
         call(data, SimpleNamespace(**vars(ARGS), recompute_loss_function=True))
+    with pytest.raises(ValueError, match=r"sequence 0 has .* log-probs of the trainer and 3 of"):
+        call(data, rollout_log_probs=[torch.zeros(3)] * 4)
+    empty = {"train_log_probs": [], "rollout_log_probs": [], "loss_masks": []}
+    with pytest.raises(ValueError, match="without sequences"):
+        call(data, pg_loss=torch.ones(0), **empty)
     monkeypatch.setenv("VLLM_QUADS_TIM", '{"k4": 1}')
     with pytest.raises(ValueError, match="VLLM_QUADS_TIM: unknown option 'k4'"):
         call(data)
