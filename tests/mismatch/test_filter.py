@@ -187,6 +187,8 @@ def test_rests_of_groups_go_within_the_cap():
     assert dropped(select_sequences(statistics, options, groups=alone)) == [0, 1, 2]
     with pytest.raises(ValueError, match=r"groups must be \[40\]"):
         select_sequences(statistics, options, groups=groups[:3])
+    with pytest.raises(ValueError, match=r"groups must be \[40\]"):
+        select_sequences(statistics, none, groups=groups[:3])
 
 
 def test_metrics_by_sign_and_length():
@@ -241,6 +243,13 @@ def test_calibration_refuses_what_tells_nothing():
         calibrate(sequence_statistics(torch.zeros(200, 5), torch.ones(200, 5)))
     with pytest.raises(ValueError, match="between 0 and 1"):
         calibrate(sequence_statistics(delta, torch.ones_like(delta)), share=1.0)
+    delta = torch.randn(200, 50) * 0.01
+    for floor in (math.nan, -1.0, math.inf):
+        with pytest.raises(ValueError, match="k3_floor must be a number of at least 0"):
+            calibrate(sequence_statistics(delta, torch.ones_like(delta)), k3_floor=floor)
+    delta[:2, 0] = math.inf
+    with pytest.raises(ValueError, match=r"more than 0\.50% .* infinite log-prob gap"):
+        calibrate(sequence_statistics(delta, torch.ones_like(delta)))
 
 
 @pytest.mark.parametrize(
@@ -262,6 +271,12 @@ def test_bad_files_are_named(tmp_path, content, message):
     with pytest.raises(ValueError, match=message) as error:
         load_options(path)
     assert "tim.json" in str(error.value)
+
+
+@pytest.mark.parametrize("raw", [[], None, "k3", {1: 1, "a": 2}])
+def test_what_is_no_mapping_of_options_is_named(raw):
+    with pytest.raises(ValueError, match="here: "):
+        FilterOptions.from_dict(raw, "here")
 
 
 def test_options_survive_json():

@@ -7,22 +7,23 @@ A sequence qualifies if any of these holds (``FilterOptions`` has the limits)::
     max |d| > max_abs
 
 Of those that qualify at most ``floor(max_drop_share * B)`` are dropped (in a batch too small for
-that, one of several), the worst first: by the largest ratio of a statistic to its limit. Sums over a sequence are not used: they would reject long
-answers for their length. Compute advantages over ALL samples first, then drop, then let the loss
+that, one of several), the worst first: by the largest ratio of a statistic to its limit. Sums over
+a sequence are not used: they would reject long answers for their length. Compute advantages over ALL samples first, then drop, then let the loss
 average over the tokens that remain.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from quads_common.mismatch.statistics import TAIL_NATS, SequenceStatistics
+from quads_common.mismatch.statistics import TAIL_NATS, SequenceStatistics, check_scored
+
+__all__ = ["FilterOptions", "FilterResult", "RunningCap", "select_sequences"]
 
 CAP_WINDOW = 128  # sequences, about the rollout batch of one data-parallel rank
-
-__all__ = ["CAP_WINDOW", "FilterOptions", "FilterResult", "RunningCap", "select_sequences"]
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,15 @@ class FilterOptions:
         _check_share(self.max_drop_share)
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any], source: str) -> "FilterOptions":
+    def from_dict(cls, raw: Mapping[str, Any], source: str) -> "FilterOptions":
         """Check and build; ``source`` says in messages where the options came from.
 
         Raises:
-            ValueError: an unknown key or a bad value.
+            ValueError: not a mapping, an unknown key or a bad value.
         """
-        unknown = sorted(set(raw) - set(cls.__dataclass_fields__))
+        if not isinstance(raw, Mapping):
+            raise ValueError(f"{source}: must be a mapping of options, got {type(raw).__name__}")
+        unknown = sorted(set(raw) - set(cls.__dataclass_fields__), key=str)
         if unknown:
             allowed = list(cls.__dataclass_fields__)
             raise ValueError(f"{source}: unknown option {unknown[0]!r}; allowed are {allowed}")
@@ -149,13 +152,18 @@ def select_sequences(
     twice.
 
     Raises:
-        ValueError: ``groups`` has another shape.
+        ValueError: ``groups`` has another shape; no response token is scored (``check_scored``).
     """
+    if groups is not None and groups.shape != statistics.length.shape:
+        raise ValueError(
+            f"groups must be {list(statistics.length.shape)}, got {list(groups.shape)}"
+        )
     present = statistics.length > 0
     severity = _severity(statistics, options)
     qualified = present & (severity > 1)
-    counts = torch.stack([present.sum(), qualified.sum()]).tolist()
-    sequences, wanted = int(counts[0]), int(counts[1])
+    counts = [present.sum(), qualified.sum(), statistics.length.sum(), statistics.unscored.sum()]
+    sequences, wanted, scored, unscored = map(int, torch.stack(counts).tolist())
+    check_scored(scored, unscored)
     if cap is None:
         share, allowed = options.max_drop_share, _allowance(options.max_drop_share, sequences)
     else:
@@ -195,8 +203,6 @@ def _drop_rests(
 
     Groups that lost nothing are left alone, however small.
     """
-    if groups.shape != drop.shape:
-        raise ValueError(f"groups must be {list(drop.shape)}, got {list(groups.shape)}")
     _, member = torch.unique(groups, return_inverse=True)
     count = int(member.max()) + 1 if member.numel() else 0
     lost = torch.zeros(count, dtype=torch.long, device=drop.device)
