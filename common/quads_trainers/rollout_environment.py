@@ -32,7 +32,7 @@ def check_enabled() -> None:
     raw = read_environment_options(VARIABLE, os.environ.get(VARIABLE))
     if raw.get("enable") is not True:
         raise ValueError(
-            f'{VARIABLE} has enable={raw.get("enable", False)!r}, so the engine would stay BF16: '
+            f"{VARIABLE} has enable={raw.get('enable', False)!r}, so the engine would stay BF16: "
             'add "enable": true, or unset it'
         )
 

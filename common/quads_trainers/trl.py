@@ -206,7 +206,7 @@ def _refuse_other_quantization(engine: Any) -> None:
     if found != QUANT_METHOD:
         raise ValueError(
             f"the engine that TRL built has quantization={found!r}, expected {QUANT_METHOD!r}: "
-            f"look at the model's own quantization_config and at \"model\" in {VARIABLE}"
+            f'look at the model\'s own quantization_config and at "model" in {VARIABLE}'
         )
 
 

@@ -1,7 +1,7 @@
-"""The set-up hook in real Ray actors: stand-ins of OpenRLHF 0.11.2's modules, with its structure.
+"""The set-up hook in real Ray actors: stand-ins of OpenRLHF 0.11.2's modules.
 
-``python tests/trainers/run_openrlhf_ray.py OUT.json``. What matters is how Ray ships them: the actor
-class by value, with the globals that the driver's module had, the rest by reference.
+``python tests/trainers/run_openrlhf_ray.py OUT.json``. What matters is how Ray ships them: the
+actor class by value, with the globals that the driver's module had, the rest by reference.
 """
 
 import importlib

@@ -14,7 +14,6 @@ import torch
 
 from quads_common.fingerprint import differing
 from quads_common.mismatch import FilterOptions, select_sequences, sequence_statistics
-from quads_common.qat.weight import prepared_weights
 from quads_trainers import openrlhf
 from tests.mismatch.batches import drifted_batch
 from tests.trainers.running import run_script
