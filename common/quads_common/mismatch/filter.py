@@ -8,8 +8,8 @@ A sequence qualifies if any of these holds (``FilterOptions`` has the limits)::
 
 Of those that qualify at most ``floor(max_drop_share * B)`` are dropped (in a batch too small for
 that, one of several), the worst first: by the largest ratio of a statistic to its limit. Sums over
-a sequence are not used: they would reject long answers for their length. Compute advantages over ALL samples first, then drop, then let the loss
-average over the tokens that remain.
+a sequence are not used: they would reject long answers for their length. Compute advantages over
+ALL samples first, then drop, then let the loss average over the tokens that remain.
 """
 
 import math
