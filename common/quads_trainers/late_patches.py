@@ -27,7 +27,11 @@ def patch_when_imported(module: str, patch: Patch) -> None:
 
 
 class _PatchingFinder(importlib.abc.MetaPathFinder):
-    """Finds what the other finders find, and runs the patches after the module's own code."""
+    """Finds what the other finders find, and runs the patches after the module's own code.
+
+    Patches stay pending until that: finding a module does not mean importing it, and an import
+    that fails may be tried again.
+    """
 
     def __init__(self) -> None:
         self.pending: dict[str, list[Patch]] = {}
@@ -41,14 +45,14 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
             find = getattr(finder, "find_spec", None)
             spec = None if finder is self or find is None else find(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _PatchingLoader(spec.loader, self.pending.pop(fullname))
+                spec.loader = _PatchingLoader(spec.loader, self.pending)
                 return spec
         return None
 
 
 class _PatchingLoader(importlib.abc.Loader):
-    def __init__(self, loader: Any, patches: list[Patch]) -> None:
-        self.loader, self.patches = loader, patches
+    def __init__(self, loader: Any, pending: dict[str, list[Patch]]) -> None:
+        self.loader, self.pending = loader, pending
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         created: ModuleType | None = self.loader.create_module(spec)
@@ -56,8 +60,9 @@ class _PatchingLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        for patch in self.patches:
+        for patch in self.pending.get(module.__name__, ()):
             patch(module)
+        self.pending.pop(module.__name__, None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)

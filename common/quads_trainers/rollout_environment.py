@@ -11,7 +11,7 @@ from typing import Any
 
 from quads_common.options import QuadsOptions, read_environment_options
 
-__all__ = ["VARIABLE", "environment_options", "rollout_method"]
+__all__ = ["VARIABLE", "check_enabled", "environment_options", "rollout_method"]
 
 VARIABLE = "VLLM_QUADS_CONFIG"
 _SWITCHES = ("enable", "model")  # what the variable holds besides options
@@ -23,20 +23,38 @@ def environment_options() -> dict[str, Any]:
     return {key: value for key, value in raw.items() if key not in _SWITCHES}
 
 
+def check_enabled() -> None:
+    """Refuse a variable that is set but switches nothing on.
+
+    Raises:
+        ValueError: not JSON, or without ``"enable": true``.
+    """
+    raw = read_environment_options(VARIABLE, os.environ.get(VARIABLE))
+    if raw.get("enable") is not True:
+        raise ValueError(
+            f"{VARIABLE} has enable={raw.get('enable', False)!r}, so the engine would stay BF16: "
+            'add "enable": true, or unset it'
+        )
+
+
 @contextlib.contextmanager
-def rollout_method(options: Mapping[str, Any], model: str) -> Iterator[None]:
-    """Engines for ``model`` that are started inside the block quantize with ``options``.
+def rollout_method(options: Mapping[str, Any]) -> Iterator[None]:
+    """Engines that are started inside the block quantize with ``options``.
+
+    Whatever their model: vLLM may replace a hub id by a path before it asks.
 
     Raises:
         ValueError: bad options, or the variable is set already (then it alone decides).
     """
-    if os.environ.get(VARIABLE):
+    before = os.environ.get(VARIABLE)
+    if before:
         raise ValueError(f"{VARIABLE} is set already: give the options there or here, not in both")
     QuadsOptions.from_dict(options, "quads")
-    # A path may hold characters that a pattern gives a meaning.
-    pattern = "".join(f"[{c}]" if c in "*?[" else c for c in model)
-    os.environ[VARIABLE] = json.dumps({"enable": True, "model": pattern, **options})
+    os.environ[VARIABLE] = json.dumps({"enable": True, **options})
     try:
         yield
     finally:
-        del os.environ[VARIABLE]
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before

@@ -5,26 +5,24 @@
 
 Truncated importance sampling as slime's own function does it, then the filter through the masks
 that the function returns. slime calls it for one micro-batch of one data-parallel rank, so the cap
-counts over all micro-batches of the process. slime trains in Megatron, for which there is no QAT
+counts over many of them (``MicroBatchFilter``). slime trains in Megatron, for which there is no QAT
 here: a W4A4 rollout then meets a BF16 trainer (see docs/trainers.md).
 """
 
+import logging
 from typing import Any
 
 import torch
 
-from quads_common.mismatch import (
-    FilterOptions,
-    RunningCap,
-    filter_metrics,
-    select_sequences,
-    sequence_statistics,
-)
+from quads_common.mismatch import FilterOptions, filter_metrics
 from quads_trainers.filter_environment import filter_options
+from quads_trainers.micro_batches import MicroBatchFilter
 
 __all__ = ["tis_with_filter"]
 
-_caps: dict[float, RunningCap] = {}
+logger = logging.getLogger(__name__)
+
+_filters: dict[FilterOptions, MicroBatchFilter] = {}  # of this process
 
 
 def tis_with_filter(
@@ -41,6 +39,7 @@ def tis_with_filter(
     pg_loss: [sum of T]. The lists hold one [T] for each sequence.
 
     Raises:
+        ValueError: no sequences; a rollout's log-probs of another length than the trainer's.
         NotImplementedError: context parallelism, which shows a rank parts of sequences;
             ``recompute_loss_function``, which would count every sequence twice.
     """
@@ -49,6 +48,13 @@ def tis_with_filter(
         raise NotImplementedError(
             "the sequence filter needs whole sequences: it does not work with context parallelism"
         )
+    if not shapes:
+        raise ValueError("the sequence filter got a micro-batch without sequences")
+    for i, (t, r) in enumerate(zip(train_log_probs, rollout_log_probs, strict=True)):
+        if len(t) != len(r):
+            raise ValueError(
+                f"sequence {i} has {len(t)} log-probs of the trainer and {len(r)} of the rollout"
+            )
     if getattr(args, "recompute_loss_function", False):
         raise NotImplementedError("the sequence filter does not work with recompute_loss_function")
     options = filter_options() or FilterOptions()
@@ -61,13 +67,10 @@ def tis_with_filter(
         "tis_abs": (ratio - 1).abs().detach(),
     }
     lengths = [len(t) for t in train_log_probs]
-    statistics = sequence_statistics(
-        _rows(delta.detach(), lengths),
-        _rows(torch.cat(loss_masks).to(delta.dtype), lengths),
-        tail_nats=options.tail_nats,
+    micro_batches = _filters.setdefault(options, MicroBatchFilter(options, logger))
+    statistics, result = micro_batches.select(
+        _rows(delta.detach(), lengths), _rows(torch.cat(loss_masks).to(delta.dtype), lengths)
     )
-    cap = _caps.setdefault(options.max_drop_share, RunningCap(options.max_drop_share))
-    result = select_sequences(statistics, options, cap=cap)
     masks = [m * k.to(m.dtype) for m, k in zip(loss_masks, result.keep, strict=True)]
     # slime averages metrics over tokens, so a figure of the micro-batch is repeated for each.
     for name, value in filter_metrics(result, statistics, prefix="tim_").items():

@@ -4,12 +4,12 @@ import json
 import urllib.request
 from typing import Any
 
-from torch import nn
+from torch import distributed, nn
 
 from quads_common.fingerprint import combine_ranks, differing
 from quads_common.qat import fingerprints
 
-__all__ = ["WeightsDifferError", "check_in_sync", "engine_fingerprints"]
+__all__ = ["WeightsDifferError", "check_in_sync", "check_server_in_sync", "engine_fingerprints"]
 
 HTTP_TIMEOUT_S = 600
 
@@ -41,7 +41,41 @@ def check_in_sync(model: nn.Module, engine: Any) -> int:
     Raises:
         WeightsDifferError: names the tensors that differ or that only one side has.
     """
-    trainer, served = fingerprints(model), engine_fingerprints(engine)
+    return _compare(fingerprints(model), engine_fingerprints(engine))
+
+
+def check_server_in_sync(model: nn.Module, server: str | None) -> int:
+    """``check_in_sync`` where several processes train for one server; all of them must call it.
+
+    server: its base URL in one process, the one of rank 0, and None in the others. Sharded weights
+        are gathered by all; then rank 0 asks the server, and its verdict is everybody's.
+
+    Raises:
+        WeightsDifferError: as ``check_in_sync``, in every process.
+        RuntimeError: in the other processes, where rank 0 could not compare.
+    """
+    trainer = fingerprints(model)
+    verdict: list[Any] = [None]
+    failure: Exception | None = None
+    if server is not None:
+        try:
+            verdict[0] = _compare(trainer, engine_fingerprints(server))
+        except Exception as error:
+            failure = error
+            verdict[0] = (isinstance(error, WeightsDifferError), str(error))
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.broadcast_object_list(verdict, src=0)
+    if failure is not None:
+        raise failure
+    if isinstance(verdict[0], int):
+        return verdict[0]
+    differ, message = verdict[0]
+    if differ:
+        raise WeightsDifferError(message)
+    raise RuntimeError(f"rank 0 could not compare weights with the server: {message}")
+
+
+def _compare(trainer: dict[str, str], served: dict[str, str]) -> int:
     wrong = differing(trainer, served)
     if wrong:
         shown = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")

@@ -24,9 +24,15 @@ from quads_common.mismatch import (
     select_sequences,
     sequence_statistics,
 )
+from quads_common.options import QUANT_METHOD
 from quads_common.qat import prepare_qat
-from quads_trainers.rollout_environment import VARIABLE, environment_options, rollout_method
-from quads_trainers.sync_check import check_in_sync
+from quads_trainers.rollout_environment import (
+    VARIABLE,
+    check_enabled,
+    environment_options,
+    rollout_method,
+)
+from quads_trainers.sync_check import check_in_sync, check_server_in_sync
 
 __all__ = ["QuadsGRPOTrainer"]
 
@@ -52,7 +58,8 @@ class QuadsGRPOTrainer(GRPOTrainer):
         ``WeightsDifferError`` if one differs.
 
     Raises:
-        ValueError: the filter with a loss or settings that cannot leave a sequence out; no vLLM.
+        ValueError: the filter with a loss or settings that cannot leave a sequence out; no vLLM;
+            an engine that is not quantized with ``quads_nvfp4`` (colocate mode).
         NotImplementedError: from ``prepare_qat`` (LoRA among others), and ZeRO-3, FSDP1.
     """
 
@@ -79,14 +86,16 @@ class QuadsGRPOTrainer(GRPOTrainer):
         if os.environ.get(VARIABLE) or config.vllm_mode == "server":
             if quads is not None and os.environ.get(VARIABLE):
                 raise ValueError(f"give options in {VARIABLE} or as quads, not in both")
+            if config.vllm_mode == "colocate":
+                check_enabled()
             options = dict(environment_options() if quads is None else quads)
             super().__init__(*args, **kwargs)
         else:
             options = dict(quads or {})
-            model = kwargs["model"] if "model" in kwargs else args[0]
-            path = model if isinstance(model, str) else model.name_or_path
-            with rollout_method(options, path):
+            with rollout_method(options):
                 super().__init__(*args, **kwargs)
+        if config.vllm_mode == "colocate":
+            _refuse_other_quantization(self.vllm_generation.llm)
         if qat:
             self._refuse_unsupported_sharding()
             prepare_qat(self.model, options)
@@ -105,14 +114,18 @@ class QuadsGRPOTrainer(GRPOTrainer):
     def _check_every_sync(self) -> None:
         generation = self.vllm_generation
         sync = generation.sync_weights
-        engine = generation.llm if generation.mode == "colocate" else None
 
         def sync_and_check() -> None:
             sync()
-            if engine is not None or self.accelerator.is_main_process:
-                target = engine if engine is not None else generation.vllm_client.base_url
-                model = self.accelerator.unwrap_model(self.model)
-                self.synced_tensors.append(check_in_sync(model, target))
+            model = self.accelerator.unwrap_model(self.model)
+            if generation.mode == "colocate":
+                checked = check_in_sync(model, generation.llm)
+            else:
+                # One server for all processes: the main one asks it.
+                main = self.accelerator.is_main_process
+                url = generation.vllm_client.base_url if main else None
+                checked = check_server_in_sync(model, url)
+            self.synced_tensors.append(checked)
 
         generation.sync_weights = sync_and_check
 
@@ -134,12 +147,17 @@ class QuadsGRPOTrainer(GRPOTrainer):
         return output["old_per_token_logps"] - output["sampling_per_token_logps"], mask
 
     def _log_gap(self, output: dict[str, Any]) -> None:
-        """Figures of this process's sequences; TRL averages them."""
+        """Figures of all processes' sequences."""
         gap = self._gap(output)
         if gap is None:
             return
-        for name, value in gap_report(*gap).to_metrics().items():
+        delta, mask = (self._gathered(tensor) for tensor in gap)
+        for name, value in gap_report(delta, mask).to_metrics().items():
             self._metrics["train"][name].append(value)
+
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[B, T] of all processes; they may have padded to other lengths, which zeros fill up."""
+        return self.accelerator.gather(self.accelerator.pad_across_processes(tensor, dim=1))
 
     def _leave_out_drifted(self, output: dict[str, Any], options: FilterOptions) -> None:
         delta, mask = self._gap(output)
@@ -181,6 +199,15 @@ class QuadsGRPOTrainer(GRPOTrainer):
                 len(result.keep),
                 dropped,
             )
+
+
+def _refuse_other_quantization(engine: Any) -> None:
+    found = engine.llm_engine.vllm_config.model_config.quantization
+    if found != QUANT_METHOD:
+        raise ValueError(
+            f"the engine that TRL built has quantization={found!r}, expected {QUANT_METHOD!r}: "
+            f'look at the model\'s own quantization_config and at "model" in {VARIABLE}'
+        )
 
 
 def _check_filterable(config: Any) -> None:

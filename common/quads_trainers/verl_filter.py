@@ -6,6 +6,9 @@
 verl calls one function for its rejection masks and has no registry for more, so that function is
 replaced by one that handles ``seq_tim`` and hands every other option on. It may stand beside
 others (``seq_tim,token_k1`` with thresholds ``tim.json,0.5_2.0``); a token must pass all.
+
+The cap needs the whole batch. In bypass mode verl's actor calls that function once for each
+micro-batch instead, where ``seq_tim`` is refused.
 """
 
 import contextvars
@@ -32,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 OPTION = "seq_tim"
 # What the caller of the mask function knows of the batch: rewards [B] and groups [B].
-_batch: contextvars.ContextVar[dict[str, torch.Tensor]] = contextvars.ContextVar("batch")
+_batch: contextvars.ContextVar[dict[str, torch.Tensor] | None] = contextvars.ContextVar("batch")
 
 
 def patch_rollout_correction(module: ModuleType) -> None:
@@ -50,11 +53,20 @@ def patch_rollout_correction(module: ModuleType) -> None:
         rollout_rs_threshold: str | float | None = None,
     ) -> tuple[torch.Tensor, dict[str, float]]:
         names = [name.strip() for name in str(rollout_rs).split(",") if name.strip()]
-        if OPTION not in names or log_ratio.shape[0] == 0:
+        if OPTION not in names:
             return others(log_ratio, response_mask, rollout_rs, rollout_rs_threshold)
+        facts = _batch.get(None)
+        if facts is None:
+            raise ValueError(
+                f"rollout_rs={OPTION} needs the whole batch, and bypass mode shows it micro-batch "
+                "by micro-batch: set algorithm.rollout_correction.bypass_mode=False, or use "
+                "seq_mean_k3"
+            )
+        if log_ratio.shape[0] == 0:
+            return response_mask, {}
         thresholds = _thresholds(names, rollout_rs_threshold)
         options = read_threshold(thresholds.pop(OPTION))
-        keep, metrics = _filter(log_ratio, response_mask, options)
+        keep, metrics = _filter(log_ratio, response_mask, options, facts)
         mask = response_mask * keep.unsqueeze(-1).to(response_mask.dtype)
         if thresholds:
             # Judged on all tokens, as verl does with several options.
@@ -85,7 +97,8 @@ def read_threshold(value: str) -> FilterOptions:
         ValueError: neither.
     """
     try:
-        limit = float(value)
+        # Python reads the underscore of "0.5_2", verl's way to write a range, as nothing.
+        limit = float(value.replace("_", "to"))
     except ValueError:
         if not Path(value).is_file():
             raise ValueError(
@@ -98,6 +111,9 @@ def read_threshold(value: str) -> FilterOptions:
 
 def _thresholds(names: list[str], threshold: str | float | None) -> dict[str, str]:
     """Option -> threshold, in verl's way of writing several."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"rollout_rs names {twice[0]!r} twice: {','.join(names)!r}")
     if isinstance(threshold, bool) or threshold is None:
         raise ValueError(f"rollout_rs_threshold must be given with {OPTION}, got {threshold!r}")
     values = [value.strip() for value in str(threshold).split(",") if value.strip()]
@@ -110,10 +126,12 @@ def _thresholds(names: list[str], threshold: str | float | None) -> dict[str, st
 
 
 def _filter(
-    log_ratio: torch.Tensor, response_mask: torch.Tensor, options: FilterOptions
+    log_ratio: torch.Tensor,
+    response_mask: torch.Tensor,
+    options: FilterOptions,
+    facts: dict[str, torch.Tensor],
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Which sequences stay, [B] bool, and metrics (verl adds its prefix)."""
-    facts = _batch.get({})
     statistics = sequence_statistics(log_ratio, response_mask, tail_nats=options.tail_nats)
     result = select_sequences(statistics, options, groups=facts.get("groups"))
     metrics = filter_metrics(result, statistics, signal=facts.get("rewards"), prefix=f"{OPTION}/")

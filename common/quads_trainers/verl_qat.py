@@ -41,6 +41,10 @@ def qat_options(config: Any) -> dict[str, Any]:
             f"qat.ignore_patterns {list(ignore)!r} is not read with qat.mode={MODE}: put 'ignore' "
             "into the file of qat.quantization_config_path"
         )
+    for key, default in (("group_size", 16), ("activation_observer", "static_minmax")):
+        value = get(key)
+        if value is not None and value != default:
+            raise ValueError(f"qat.{key}={value!r} is not read with qat.mode={MODE}: leave it out")
     path, options = get("quantization_config_path"), {}
     if path:
         try:

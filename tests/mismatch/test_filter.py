@@ -45,16 +45,30 @@ def test_the_cap_holds_and_takes_the_worst_first(share):
     _, result = decide(batch, FilterOptions(max_drop_share=share))
     found, allowed = dropped(result), math.floor(share * 100)
     assert len(found) == min(allowed, 30)
-    assert result.capped == (allowed < 30)
+    assert result.capped == (0 < allowed < 30)
     assert int(result.qualified.sum()) == 30
     kept_qualified = result.qualified & result.keep
     if found and kept_qualified.any():
         assert result.severity[~result.keep].min() >= result.severity[kept_qualified].max()
 
 
-def test_a_batch_too_small_for_the_cap_drops_nothing():
-    batch = drifted_batch(9, 2)
-    _, result = decide(batch)
+@pytest.mark.parametrize("sequences", range(2, 10))
+def test_a_small_batch_drops_one_and_raises_no_alarm(sequences):
+    delta = torch.zeros(sequences, 10)
+    delta[1] = 1.0
+    statistics = sequence_statistics(delta, torch.ones_like(delta))
+    result = select_sequences(statistics, FilterOptions())
+    assert dropped(result) == [1] and not result.capped
+    statistics = sequence_statistics(torch.ones_like(delta), torch.ones_like(delta))
+    result = select_sequences(statistics, FilterOptions())
+    assert dropped(result) == [0] and result.capped
+    measured = select_sequences(statistics, FilterOptions(max_drop_share=0))
+    assert not dropped(measured) and measured.qualified.all() and not measured.capped
+
+
+def test_the_only_sequence_of_a_batch_is_kept():
+    statistics = sequence_statistics(torch.ones(1, 10), torch.ones(1, 10))
+    result = select_sequences(statistics, FilterOptions())
     assert not dropped(result) and result.capped
 
 
@@ -64,8 +78,27 @@ def test_a_running_cap_counts_over_small_batches():
         batch = drifted_batch(4, 1, seed=seed)
         _, result = decide(batch, options, cap=cap)
         total += len(dropped(result))
-        assert total <= 0.1 * 4 * (seed + 1)
-    assert total == 16 and (cap.seen, cap.dropped) == (160, 16)
+        assert total <= 1 + 0.1 * 4 * (seed + 1)
+    assert total == 17 and (cap.seen, cap.dropped) == (160, 17)
+
+
+def test_a_running_cap_holds_after_a_long_healthy_run():
+    """The rollout that drifts as a whole: 256 sequences in micro-batches of four."""
+    cap, options = RunningCap(0.1, window=128), FilterOptions()
+    healthy = sequence_statistics(torch.zeros(4, 10), torch.ones(4, 10))
+    drifted = sequence_statistics(torch.ones(4, 10), torch.ones(4, 10))
+    for _ in range(2000):
+        assert not dropped(select_sequences(healthy, options, cap=cap))
+    results = [select_sequences(drifted, options, cap=cap) for _ in range(64)]
+    assert sum(len(dropped(result)) for result in results) == math.floor(0.1 * (128 + 256))
+    # The first three micro-batches go whole; then the credit is spent, and every one alarms.
+    assert [result.capped for result in results] == [False] * 3 + [True] * 61
+
+
+@pytest.mark.parametrize("bad", [{"max_drop_share": -3}, {"max_drop_share": 0.1, "window": 0}])
+def test_bad_running_caps_are_named(bad):
+    with pytest.raises(ValueError, match=next(reversed(bad))):
+        RunningCap(**bad)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +187,8 @@ def test_rests_of_groups_go_within_the_cap():
     assert dropped(select_sequences(statistics, options, groups=alone)) == [0, 1, 2]
     with pytest.raises(ValueError, match=r"groups must be \[40\]"):
         select_sequences(statistics, options, groups=groups[:3])
+    with pytest.raises(ValueError, match=r"groups must be \[40\]"):
+        select_sequences(statistics, none, groups=groups[:3])
 
 
 def test_metrics_by_sign_and_length():
@@ -208,6 +243,13 @@ def test_calibration_refuses_what_tells_nothing():
         calibrate(sequence_statistics(torch.zeros(200, 5), torch.ones(200, 5)))
     with pytest.raises(ValueError, match="between 0 and 1"):
         calibrate(sequence_statistics(delta, torch.ones_like(delta)), share=1.0)
+    delta = torch.randn(200, 50) * 0.01
+    for floor in (math.nan, -1.0, math.inf):
+        with pytest.raises(ValueError, match="k3_floor must be a number of at least 0"):
+            calibrate(sequence_statistics(delta, torch.ones_like(delta)), k3_floor=floor)
+    delta[:2, 0] = math.inf
+    with pytest.raises(ValueError, match=r"more than 0\.50% .* infinite log-prob gap"):
+        calibrate(sequence_statistics(delta, torch.ones_like(delta)))
 
 
 @pytest.mark.parametrize(
@@ -229,6 +271,12 @@ def test_bad_files_are_named(tmp_path, content, message):
     with pytest.raises(ValueError, match=message) as error:
         load_options(path)
     assert "tim.json" in str(error.value)
+
+
+@pytest.mark.parametrize("raw", [[], None, "k3", {1: 1, "a": 2}])
+def test_what_is_no_mapping_of_options_is_named(raw):
+    with pytest.raises(ValueError, match="here: "):
+        FilterOptions.from_dict(raw, "here")
 
 
 def test_options_survive_json():

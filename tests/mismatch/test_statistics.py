@@ -5,7 +5,12 @@ import math
 import pytest
 import torch
 
-from quads_common.mismatch import gap_report, sequence_statistics
+from quads_common.mismatch import (
+    FilterOptions,
+    gap_report,
+    select_sequences,
+    sequence_statistics,
+)
 from quads_common.mismatch.plot import plot_gaps
 from tests.mismatch.batches import drifted_batch
 
@@ -69,6 +74,11 @@ def test_bad_shapes_are_named():
         sequence_statistics(torch.zeros(2, 3), torch.zeros(2, 4))
     with pytest.raises(ValueError, match="tail_nats"):
         sequence_statistics(torch.zeros(2, 3), torch.zeros(2, 3), tail_nats=0)
+    for bad in (0.5, math.nan, 2.0):
+        with pytest.raises(ValueError, match="mask must hold 0 and 1 only"):
+            sequence_statistics(torch.zeros(2, 3), torch.full((2, 3), bad))
+    with pytest.raises(ValueError, match="must be real"):
+        sequence_statistics(torch.zeros(2, 3, dtype=torch.complex64), torch.ones(2, 3))
 
 
 def test_gap_report():
@@ -93,6 +103,51 @@ def test_gap_report():
     assert report.tail_half_in == least / 200
     # FourSight's claim holds by construction here: 4 strong sequences have all of the tail.
     assert sum(tail[:4]) == sum(tail) > 0
+
+
+def test_effective_sample_size_of_long_drifted_sequences():
+    """Sums of 40 and 60 nats: one sequence has nearly all the weight. exp of 60 is a float64."""
+    for sign in (1, -1):
+        delta = torch.full((10, 200), sign * 0.2, dtype=torch.float64)
+        delta[0] = sign * 0.3
+        weights = [math.exp(sum(row)) for row in delta.tolist()]
+        expected = sum(weights) ** 2 / sum(w * w for w in weights) / 10
+        found = gap_report(delta, torch.ones_like(delta)).ess_sequence
+        # Sums of 200 terms of size .3 round to some 1e-14 of 60 nats.
+        assert found == pytest.approx(expected, rel=1e-10)
+        assert found == pytest.approx(0.1 if sign > 0 else 0.9, rel=1e-6)
+
+
+def test_effective_sample_size_with_infinite_gaps():
+    delta = torch.zeros(4, 3)
+    delta[0, 0] = math.inf
+    report = gap_report(delta, torch.ones_like(delta))
+    assert (report.ess_sequence, report.ess_token) == (1 / 4, 1 / 12)
+    delta[0, 0] = -math.inf
+    report = gap_report(delta, torch.ones_like(delta))
+    assert (report.ess_sequence, report.ess_token) == (3 / 4, 11 / 12)
+    delta[0, 1] = math.inf  # and -Inf in the same sequence
+    assert gap_report(delta, torch.ones_like(delta)).ess_sequence == 3 / 4
+    assert gap_report(delta.fill_(-math.inf), torch.ones_like(delta)).ess_sequence == 0.0
+
+
+def test_batches_without_log_probs_do_not_look_perfect(caplog):
+    delta, mask = torch.zeros(10, 20), torch.ones(10, 20)
+    delta[0, :2] = math.nan
+    gap_report(delta, mask)
+    select_sequences(sequence_statistics(delta, mask), FilterOptions())
+    assert not caplog.text
+    delta[0, 2] = torch.tensor(-math.inf) - torch.tensor(-math.inf)
+    gap_report(delta, mask)
+    assert "3 of 200 response tokens have no log-prob gap" in caplog.text
+    caplog.clear()
+    select_sequences(sequence_statistics(delta, mask), FilterOptions())
+    assert "3 of 200 response tokens have no log-prob gap" in caplog.text
+    delta.fill_(math.nan)
+    with pytest.raises(ValueError, match="none of 200 response tokens"):
+        gap_report(delta, mask)
+    with pytest.raises(ValueError, match="none of 200 response tokens"):
+        select_sequences(sequence_statistics(delta, mask), FilterOptions())
 
 
 def test_no_mismatch():

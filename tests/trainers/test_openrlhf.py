@@ -14,7 +14,6 @@ import torch
 
 from quads_common.fingerprint import differing
 from quads_common.mismatch import FilterOptions, select_sequences, sequence_statistics
-from quads_common.qat.weight import prepared_weights
 from quads_trainers import openrlhf
 from tests.mismatch.batches import drifted_batch
 from tests.trainers.running import run_script
@@ -68,7 +67,46 @@ def test_micro_batches_share_one_cap(policy_loss):
     loss = openrlhf.filtered_policy_loss(policy_loss, FilterOptions())(is_correction_level="token")
     for seed in range(10):
         loss(*arguments(drifted_batch(4, 1, seed=seed)))
-    assert (loss.tim_cap.seen, loss.tim_cap.dropped) == (40, 4)
+    assert (loss.tim_filter.cap.seen, loss.tim_filter.cap.dropped) == (40, 5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"token_level_loss": False}], ids=["token", "sample"])
+def test_a_micro_batch_that_is_dropped_whole_has_no_loss_and_finite_figures(policy_loss, settings):
+    options = FilterOptions(max_drop_share=1.0)
+    loss = openrlhf.filtered_policy_loss(policy_loss, options)(
+        is_correction_level="token", **settings
+    )
+    data = drifted_batch(4, 0)
+    data.delta[:] = 1.5
+    log_probs, *rest = arguments(data)
+    value, *figures = loss(log_probs, *rest)
+    (gradient,) = torch.autograd.grad(value, log_probs)
+    assert value.item() == 0.0 and not gradient.any()
+    assert all(figure.isfinite() for figure in figures)
+
+
+def test_the_filters_figures_are_logged_and_the_alarm_warns(policy_loss, caplog, monkeypatch):
+    monkeypatch.setattr(openrlhf.logger, "parent", None)  # of OpenRLHF, which does not propagate
+    openrlhf.logger.addHandler(caplog.handler)
+
+    class Trainer:
+        def training_step(self, experience, scale):
+            self.actor_loss_fn(*experience)
+            return {"metrics": {"policy_loss": scale}, "weights": {"policy_loss": "token"}}
+
+    monkeypatch.setenv("VLLM_QUADS_TIM", "{}")
+    module = SimpleNamespace(ActorPPOTrainer=Trainer, PolicyLoss=policy_loss)
+    openrlhf.patch_ppo_actor(module)
+    trainer = Trainer()
+    trainer.actor_loss_fn = module.PolicyLoss(is_correction_level="token")
+    status = trainer.training_step(arguments(drifted_batch(20, 5)), 3)
+    openrlhf.logger.removeHandler(caplog.handler)
+    assert status["metrics"]["policy_loss"] == 3 and status["weights"]["policy_loss"] == "token"
+    assert float(status["metrics"]["tim_capped"]) == 1.0
+    assert float(status["metrics"]["tim_qualified_rate"]) == 0.5
+    assert float(status["metrics"]["tim_drop_rate"]) == pytest.approx(3 / 20)
+    assert status["weights"]["tim_drop_rate"] == "sample"
+    assert "10 of a micro-batch of 20 sequences drifted" in caplog.text
 
 
 def test_it_needs_the_rollouts_log_probs(policy_loss):
@@ -77,31 +115,36 @@ def test_it_needs_the_rollouts_log_probs(policy_loss):
         loss(*arguments(drifted_batch(4, 1))[:4])
 
 
-class StandInActor(torch.nn.Module):
-    """Takes what OpenRLHF's Actor takes and holds the model where it does."""
-
-    def __init__(self, pretrain, ds_config=None):
-        super().__init__()
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(pretrain, dtype=torch.bfloat16)
+@pytest.fixture(scope="module")
+def in_ray(tmp_path_factory):
+    return run_script("run_openrlhf_ray.py", tmp_path_factory.mktemp("ray"))
 
 
-def test_the_policy_is_prepared_and_zero_3_refused(monkeypatch):
-    monkeypatch.setenv("VLLM_QUADS_CONFIG", '{"enable": true, "global_scale_rule": "te"}')
-    module = SimpleNamespace(Actor=StandInActor, PolicyLoss=torch.nn.Module)
-    openrlhf.patch_ppo_actor(module)
-    assert module.PolicyLoss is torch.nn.Module  # VLLM_QUADS_TIM is not set
-    weights = prepared_weights(module.Actor("examples/models/arith-moe"))
-    assert len(weights) == 8 and {weight.rule for weight in weights} == {"te"}
-    with pytest.raises(NotImplementedError, match="zero_stage 2"):
-        module.Actor("x", ds_config={"zero_optimization": {"stage": 3}})
+def test_in_a_ray_actor_the_policy_alone_is_prepared(in_ray):
+    assert in_ray["policy"] == {"weights": 8, "rules": ["te"]}
+    assert in_ray["reference"]["weights"] == in_ray["ema"]["weights"] == 0
+
+
+def test_in_a_ray_actor_the_loss_is_filtered(in_ray):
+    assert in_ray["loss"] == "QuadsPolicyLoss"
+
+
+def test_in_a_ray_actor_zero_3_and_an_unprepared_policy_are_refused(in_ray):
+    assert "use --ds.zero_stage 2" in in_ray["zero_3"]
+    assert "is not prepared for QAT" in in_ray["unprepared"]
+
+
+class Untouched:
+    def __init__(self):
+        pass
 
 
 def test_without_the_variables_nothing_is_replaced():
-    module = SimpleNamespace(Actor=StandInActor, PolicyLoss=torch.nn.Module)
+    module = SimpleNamespace(Actor=Untouched, ActorPPOTrainer=Untouched, PolicyLoss=Untouched)
+    before = Untouched.__init__
+    openrlhf.patch_actor(module)
     openrlhf.patch_ppo_actor(module)
-    assert (module.Actor, module.PolicyLoss) == (StandInActor, torch.nn.Module)
+    assert module.PolicyLoss is Untouched and Untouched.__init__ is before
 
 
 @pytest.mark.engine

@@ -1,10 +1,12 @@
 """What the plug-ins share; needs no trainer."""
 
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +28,44 @@ def test_a_patch_runs_after_the_module_and_once(tmp_path, monkeypatch):
     assert seen == [1, 2]
 
 
+def test_a_patch_outlives_a_probe_and_a_failed_import(tmp_path, monkeypatch):
+    (tmp_path / "probed_first.py").write_text("import os\nvalue = int(os.environ['VALUE'])\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen = []
+    patch_when_imported("probed_first", lambda module: seen.append(module.value))
+    assert importlib.util.find_spec("probed_first") is not None
+    with pytest.raises(KeyError):
+        importlib.import_module("probed_first")
+    assert seen == []
+    monkeypatch.setenv("VALUE", "7")
+    importlib.import_module("probed_first")
+    assert seen == [7]
+
+
+def test_an_sglang_without_plugins_is_left_alone(tmp_path, monkeypatch):
+    from quads_trainers.verl import load_sglang_plugins_first
+
+    class ServerArgs:
+        def __init__(self, model):
+            self.model = model
+
+        @staticmethod
+        def add_cli_args(parser):
+            return parser
+
+    package = tmp_path / "sglang" / "srt"
+    package.mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    load_sglang_plugins_first(SimpleNamespace(ServerArgs=ServerArgs))
+    assert ServerArgs("m").model == "m" and ServerArgs.add_cli_args(3) == 3
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
 def test_importing_the_plugin_loads_no_trainer():
     code = (
         "import sys, quads_trainers.verl, quads_trainers.openrlhf, quads_trainers.slime\n"
@@ -41,21 +81,33 @@ def _path():
 
 def test_rollout_method_is_switched_on_inside_the_block(monkeypatch):
     monkeypatch.delenv(rollout_environment.VARIABLE, raising=False)
-    with rollout_environment.rollout_method({"act": "bf16"}, "models/a[1]"):
+    with rollout_environment.rollout_method({"act": "bf16"}):
         raw = json.loads(os.environ[rollout_environment.VARIABLE])
-        assert raw == {"enable": True, "model": "models/a[[]1]", "act": "bf16"}
+        # No pattern: offline vLLM replaces a hub id by the path of its snapshot.
+        assert raw == {"enable": True, "act": "bf16"}
         assert rollout_environment.environment_options() == {"act": "bf16"}
         with (
             pytest.raises(ValueError, match="set already"),
-            rollout_environment.rollout_method({}, "m"),
+            rollout_environment.rollout_method({}),
         ):
             pass
     assert rollout_environment.VARIABLE not in os.environ
     with (
         pytest.raises(ValueError, match="unknown option"),
-        rollout_environment.rollout_method({"x": 1}, "m"),
+        rollout_environment.rollout_method({"x": 1}),
     ):
         pass
+    monkeypatch.setenv(rollout_environment.VARIABLE, "")
+    with rollout_environment.rollout_method({}):
+        pass
+    assert os.environ[rollout_environment.VARIABLE] == ""
+
+
+@pytest.mark.parametrize("value", ['{"act": "nvfp4"}', '{"enable": false}', '{"enable": 1}'])
+def test_a_variable_that_switches_nothing_on_is_refused(monkeypatch, value):
+    monkeypatch.setenv(rollout_environment.VARIABLE, value)
+    with pytest.raises(ValueError, match="the engine would stay BF16"):
+        rollout_environment.check_enabled()
 
 
 def test_filter_options_from_the_environment(monkeypatch, tmp_path):

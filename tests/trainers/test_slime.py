@@ -17,7 +17,7 @@ ARGS = SimpleNamespace(tis_clip=2.0, tis_clip_low=0.0)
 
 @pytest.fixture(autouse=True)
 def fresh_cap(monkeypatch):
-    monkeypatch.setattr(slime, "_caps", {})
+    monkeypatch.setattr(slime, "_filters", {})
 
 
 def call(data, args=ARGS, **changes):
@@ -56,7 +56,16 @@ def test_the_cap_counts_over_micro_batches_and_limits_come_from_the_environment(
     for seed in range(10):
         _, masks, _ = call(drifted_batch(4, 1, seed=seed))
         dropped += sum(not mask.any() for mask in masks)
-    assert dropped == 10
+    assert dropped == 11  # the share of 40, and one to begin with
+
+
+def test_a_rollout_that_drifts_as_a_whole_is_warned_of_once(caplog):
+    drifted = drifted_batch(40, 0)
+    drifted.delta[:] = 1.0
+    for expected in (1, 1, 1, 1, 2):  # again after the 128 sequences of a window
+        _, _, metrics = call(drifted)
+        assert caplog.text.count("the rollout as a whole has drifted") == expected
+        assert metrics["tim_capped"].unique().tolist() == [1.0]
 
 
 def test_what_it_cannot_do_is_refused(monkeypatch):
@@ -65,6 +74,11 @@ def test_what_it_cannot_do_is_refused(monkeypatch):
         call(data, loss_masks=[torch.ones(3)] * 4)
     with pytest.raises(NotImplementedError, match="recompute_loss_function"):
         call(data, SimpleNamespace(**vars(ARGS), recompute_loss_function=True))
+    with pytest.raises(ValueError, match=r"sequence 0 has .* log-probs of the trainer and 3 of"):
+        call(data, rollout_log_probs=[torch.zeros(3)] * 4)
+    empty = {"train_log_probs": [], "rollout_log_probs": [], "loss_masks": []}
+    with pytest.raises(ValueError, match="without sequences"):
+        call(data, pg_loss=torch.ones(0), **empty)
     monkeypatch.setenv("VLLM_QUADS_TIM", '{"k4": 1}')
     with pytest.raises(ValueError, match="VLLM_QUADS_TIM: unknown option 'k4'"):
         call(data)

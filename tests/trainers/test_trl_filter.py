@@ -129,3 +129,29 @@ def test_options_in_two_places_are_refused(tmp_path, monkeypatch):
     config = GRPOConfig(output_dir=str(tmp_path), use_vllm=True, bf16=False)
     with pytest.raises(ValueError, match="not in both"):
         QuadsGRPOTrainer(model="x", reward_funcs=len, args=config, quads={"act": "bf16"})
+
+
+def settings_of(tmp_path):
+    return GRPOConfig(output_dir=str(tmp_path), use_vllm=True, vllm_mode="colocate", bf16=False)
+
+
+def test_an_engine_that_is_not_quantized_is_refused(tmp_path, monkeypatch):
+    """As with a "model" pattern that does not match what vLLM loads."""
+
+    def initialize(self, *args, **kwargs):
+        model_config = SimpleNamespace(quantization=None)
+        engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config))
+        self.vllm_generation = SimpleNamespace(llm=SimpleNamespace(llm_engine=engine))
+
+    monkeypatch.setattr(GRPOTrainer, "__init__", initialize)
+    for value in (None, '{"enable": true, "model": "*another*"}'):
+        if value:
+            monkeypatch.setenv("VLLM_QUADS_CONFIG", value)
+        with pytest.raises(ValueError, match="quantization=None, expected 'quads_nvfp4'"):
+            QuadsGRPOTrainer(model="x", reward_funcs=len, args=settings_of(tmp_path))
+
+
+def test_a_variable_without_enable_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_QUADS_CONFIG", '{"act": "nvfp4"}')
+    with pytest.raises(ValueError, match="the engine would stay BF16"):
+        QuadsGRPOTrainer(model="x", reward_funcs=len, args=settings_of(tmp_path))

@@ -122,6 +122,8 @@ def test_it_stands_beside_verls_own_options(data):
         ("seq_tim", "nowhere.json", "must be the k3 limit or a JSON file"),
         ("seq_tim", None, "must be"),
         ("seq_tim,token_k1", "0.01", "one entry for each"),
+        ("seq_tim", "0.5_2", "must be the k3 limit or a JSON file, got '0.5_2'"),
+        ("seq_tim,seq_tim", "0.01,0.02", "names 'seq_tim' twice"),
         ("seq_tim", "-1", "k3 must be a positive number"),
         ("seq_timm", "0.01", "Invalid rollout_rs option"),
     ],
@@ -131,17 +133,25 @@ def test_bad_settings_are_named(data, rs, threshold, message):
         correct(batch_of(data), rs, threshold)
 
 
-def test_empty_and_all_masked_batches(data):
-    function = rollout_corr_helper.compute_rollout_rejection_mask
-    mask, metrics = function(torch.zeros(0, 4), torch.ones(0, 4), "seq_tim", 0.01)
-    assert mask.shape == (0, 4) and metrics == {}
-    mask, metrics = function(torch.ones(3, 4), torch.zeros(3, 4), "seq_tim", 0.01)
-    assert mask.sum() == 0 and metrics["seq_tim/drop_rate"] == 0.0
-    # verl itself refuses a batch without any response token before it comes to the filter.
+def test_an_all_masked_batch_is_refused_by_verl():
     data = drifted_batch(4, 1)
     data.mask[:] = False
     with pytest.raises(ValueError, match="at least one valid token"):
         correct(batch_of(data))
+
+
+def test_bypass_mode_is_refused(data):
+    """verl's actor calls this function for a micro-batch, in its loss ``bypass_mode``."""
+    batch = batch_of(data).batch
+    with pytest.raises(ValueError, match=r"needs the whole batch.*bypass_mode=False"):
+        rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
+            old_log_prob=batch["old_log_probs"],
+            rollout_log_prob=batch["rollout_log_probs"],
+            response_mask=batch["response_mask"],
+            rollout_is=None,
+            rollout_rs="seq_tim",
+            rollout_rs_threshold="0.01",
+        )
 
 
 def test_other_options_are_verls_own(data):

@@ -111,6 +111,10 @@ def test_settings_that_are_not_read_are_refused(tmp_path):
     assert verl_qat.qat_options(QATEngineConfig(enable=True, mode="quads_nvfp4")) == {}
     with pytest.raises(ValueError, match="ignore_patterns"):
         verl_qat.qat_options(QATEngineConfig(ignore_patterns=["lm_head"]))
+    with pytest.raises(ValueError, match=r"qat\.group_size=32 is not read"):
+        verl_qat.qat_options(QATEngineConfig(group_size=32))
+    with pytest.raises(ValueError, match=r"qat\.activation_observer='memoryless_minmax'"):
+        verl_qat.qat_options({"activation_observer": "memoryless_minmax"})
     with pytest.raises(ValueError, match="quantization_config_path"):
         verl_qat.qat_options({"quantization_config_path": str(tmp_path / "no.json")})
     (tmp_path / "bad.json").write_text('{"acts": "bf16"}')

@@ -38,9 +38,12 @@ def calibrate(
 
     Raises:
         ValueError: fewer than ``1 / (1 - share)`` sequences, too few to know that quantile; a
-            reference without any gap; ``share`` outside (0, 1).
+            reference without any gap, or with more than 1 - ``share`` of infinite ones; ``share``
+            outside (0, 1); ``k3_floor`` negative or not a number.
     """
     base = base or FilterOptions()
+    if not (math.isfinite(k3_floor) and k3_floor >= 0):
+        raise ValueError(f"k3_floor must be a number of at least 0, got {k3_floor!r}")
     if not 0 < share < 1:
         raise ValueError(f"share must lie between 0 and 1, got {share}")
     present = reference.length > 0
@@ -54,11 +57,17 @@ def calibrate(
         raise ValueError(
             "the reference has no log-prob gap at all: were both sides' log-probs the same tensor?"
         )
+    largest = quantile(reference.max_abs[present], share)
+    if not math.isfinite(largest):
+        raise ValueError(
+            f"more than {1 - share:.2%} of the reference's sequences have an infinite log-prob gap "
+            "(a log-prob of -Inf on one side): that is no reference for a limit"
+        )
     return dataclasses.replace(
         base,
         k3=max(limit, k3_floor),
         tail_share=max(base.tail_share, quantile(reference.tail_share[present], share)),
-        max_abs=max(base.max_abs, quantile(reference.max_abs[present], share)),
+        max_abs=max(base.max_abs, largest),
     )
 
 

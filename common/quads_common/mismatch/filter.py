@@ -6,21 +6,24 @@ A sequence qualifies if any of these holds (``FilterOptions`` has the limits)::
     tail tokens > tail_share of its tokens, and at least tail_tokens of them
     max |d| > max_abs
 
-Of those that qualify at most ``floor(max_drop_share * B)`` are dropped, the worst first: by the
-largest ratio of a statistic to its limit. Sums over a sequence are not used: they would reject long
-answers for their length. Compute advantages over ALL samples first, then drop, then let the loss
-average over the tokens that remain.
+Of those that qualify at most ``floor(max_drop_share * B)`` are dropped (in a batch too small for
+that, one of several), the worst first: by the largest ratio of a statistic to its limit. Sums over
+a sequence are not used: they would reject long answers for their length. Compute advantages over
+ALL samples first, then drop, then let the loss average over the tokens that remain.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from quads_common.mismatch.statistics import TAIL_NATS, SequenceStatistics
+from quads_common.mismatch.statistics import TAIL_NATS, SequenceStatistics, check_scored
 
 __all__ = ["FilterOptions", "FilterResult", "RunningCap", "select_sequences"]
+
+CAP_WINDOW = 128  # sequences, about the rollout batch of one data-parallel rank
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class FilterOptions:
     k3: largest mean k3, in nats. tail_share: largest share of tail tokens. max_abs: largest
     single gap in nats (well above 1: engines differ by 0.7 without any quantization).
     tail_tokens: fewer tail tokens than this never count. tail_nats: what a tail token is.
-    max_drop_share: cap on the share of sequences that are dropped.
+    max_drop_share: cap on the share of sequences that are dropped; 0 drops none and only measures.
     min_group_kept: where ``groups`` are given, the rest of a group that keeps fewer than this is
     dropped too, if the cap allows; 0 switches it off.
 
@@ -55,17 +58,18 @@ class FilterOptions:
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{key} must be an integer of at least 0, got {value!r}")
-        if not _is_number(self.max_drop_share) or not 0 <= self.max_drop_share <= 1:
-            raise ValueError(f"max_drop_share must lie in [0, 1], got {self.max_drop_share!r}")
+        _check_share(self.max_drop_share)
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any], source: str) -> "FilterOptions":
+    def from_dict(cls, raw: Mapping[str, Any], source: str) -> "FilterOptions":
         """Check and build; ``source`` says in messages where the options came from.
 
         Raises:
-            ValueError: an unknown key or a bad value.
+            ValueError: not a mapping, an unknown key or a bad value.
         """
-        unknown = sorted(set(raw) - set(cls.__dataclass_fields__))
+        if not isinstance(raw, Mapping):
+            raise ValueError(f"{source}: must be a mapping of options, got {type(raw).__name__}")
+        unknown = sorted(set(raw) - set(cls.__dataclass_fields__), key=str)
         if unknown:
             allowed = list(cls.__dataclass_fields__)
             raise ValueError(f"{source}: unknown option {unknown[0]!r}; allowed are {allowed}")
@@ -86,6 +90,7 @@ class FilterResult:
     keep: bool; a sequence without response tokens is kept. qualified: bool, drifted beyond a
     limit. severity: float64, the largest ratio of a statistic to its limit (above 1: qualified).
     capped: more qualified than the cap let go. This is the alarm: the rollout as a whole drifted.
+    With a cap of 0 it is never set: see ``qualified``.
     """
 
     keep: torch.Tensor
@@ -97,24 +102,37 @@ class FilterResult:
 class RunningCap:
     """A cap over many small batches, for trainers that show one micro-batch at a time.
 
-    Of all sequences seen so far at most ``max_drop_share`` are dropped; what one batch does not
-    use a later one may.
+    Every sequence adds ``max_drop_share`` to a credit and every dropped one takes 1. What one batch
+    does not use a later one may, but what is carried over is at most the share of ``window``
+    sequences (and at least 1, so that a micro-batch can drop anything): else a long healthy run
+    would let a wholly drifted rollout be dropped without an alarm. Of n sequences in a row at most
+    ``max_drop_share * (n + window)``, or one more than the share of n, are dropped.
+
+    Raises:
+        ValueError: ``max_drop_share`` outside [0, 1], ``window`` below 1.
     """
 
-    def __init__(self, max_drop_share: float) -> None:
+    def __init__(self, max_drop_share: float, window: int = CAP_WINDOW) -> None:
+        _check_share(max_drop_share)
+        if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+            raise ValueError(f"window must be an integer of at least 1, got {window!r}")
         self.max_drop_share = max_drop_share
+        self.window = window
         self.seen = 0
         self.dropped = 0
+        self.credit = 1.0 if max_drop_share else 0.0
 
     def allowance(self, sequences: int) -> int:
         """How many of the next ``sequences`` may be dropped."""
-        total = math.floor(self.max_drop_share * (self.seen + sequences) + 1e-9)
-        return max(0, min(sequences, total - self.dropped))
+        total = math.floor(self.credit + self.max_drop_share * sequences + 1e-9)
+        return max(0, min(sequences, total))
 
     def record(self, sequences: int, dropped: int) -> None:
         """Note what became of a batch."""
         self.seen += sequences
         self.dropped += dropped
+        most = max(1.0, self.max_drop_share * self.window) if self.max_drop_share else 0.0
+        self.credit = min(most, self.credit + self.max_drop_share * sequences - dropped)
 
 
 def select_sequences(
@@ -134,24 +152,37 @@ def select_sequences(
     twice.
 
     Raises:
-        ValueError: ``groups`` has another shape.
+        ValueError: ``groups`` has another shape; no response token is scored (``check_scored``).
     """
+    if groups is not None and groups.shape != statistics.length.shape:
+        raise ValueError(
+            f"groups must be {list(statistics.length.shape)}, got {list(groups.shape)}"
+        )
     present = statistics.length > 0
     severity = _severity(statistics, options)
     qualified = present & (severity > 1)
-    counts = torch.stack([present.sum(), qualified.sum()]).tolist()
-    sequences, wanted = int(counts[0]), int(counts[1])
+    counts = [present.sum(), qualified.sum(), statistics.length.sum(), statistics.unscored.sum()]
+    sequences, wanted, scored, unscored = map(int, torch.stack(counts).tolist())
+    check_scored(scored, unscored)
     if cap is None:
-        cap = RunningCap(options.max_drop_share)
-    allowed = cap.allowance(sequences)
+        share, allowed = options.max_drop_share, _allowance(options.max_drop_share, sequences)
+    else:
+        share, allowed = cap.max_drop_share, cap.allowance(sequences)
     # Those that do not qualify sort behind all that do.
     order = torch.where(qualified, severity, -1.0).argsort(descending=True, stable=True)
     drop = torch.zeros_like(qualified)
     drop[order[: min(wanted, allowed)]] = True
     if groups is not None and options.min_group_kept:
         drop = _drop_rests(drop, present, groups, options.min_group_kept, allowed)
-    cap.record(sequences, int(drop.sum()))
-    return FilterResult(~drop, qualified, severity, capped=wanted > allowed)
+    if cap is not None:
+        cap.record(sequences, int(drop.sum()))
+    return FilterResult(~drop, qualified, severity, capped=share > 0 and wanted > allowed)
+
+
+def _allowance(share: float, sequences: int) -> int:
+    """How many of a whole batch may go: at least one of several, unless the cap is 0."""
+    least = 1 if share and sequences > 1 else 0
+    return max(least, math.floor(share * sequences + 1e-9))
 
 
 def _severity(statistics: SequenceStatistics, options: FilterOptions) -> torch.Tensor:
@@ -172,8 +203,6 @@ def _drop_rests(
 
     Groups that lost nothing are left alone, however small.
     """
-    if groups.shape != drop.shape:
-        raise ValueError(f"groups must be {list(drop.shape)}, got {list(groups.shape)}")
     _, member = torch.unique(groups, return_inverse=True)
     count = int(member.max()) + 1 if member.numel() else 0
     lost = torch.zeros(count, dtype=torch.long, device=drop.device)
@@ -189,6 +218,11 @@ def _drop_rests(
             result |= (member == group) & present
             budget -= size
     return result
+
+
+def _check_share(value: object) -> None:
+    if not _is_number(value) or not 0 <= value <= 1:  # type: ignore[operator]
+        raise ValueError(f"max_drop_share must lie in [0, 1], got {value!r}")
 
 
 def _is_number(value: object) -> bool:

@@ -10,7 +10,12 @@ from dataclasses import asdict, dataclass
 import torch
 
 from quads_common.mismatch.calibration import quantile
-from quads_common.mismatch.statistics import LOG_RATIO_BOUND, TAIL_NATS, k3, sequence_statistics
+from quads_common.mismatch.statistics import (
+    TAIL_NATS,
+    check_scored,
+    k3,
+    sequence_statistics,
+)
 
 __all__ = ["GapReport", "gap_report"]
 
@@ -23,7 +28,8 @@ class GapReport:
 
     mean, p99, p999, max: of the gap. k1: mean of logp_rollout - logp_train. k3: mean of
     exp(d) - 1 - d. ess_token, ess_sequence: effective sample size over n, from the ratios
-    exp(d) and, per sequence, exp(sum d); 1 is no mismatch. tail_share, deep_tail_share: of tokens
+    exp(d) and, per sequence, exp(sum d); 1 is no mismatch. Of infinite ratios only they count, and
+    if all ratios are 0 it is 0. tail_share, deep_tail_share: of tokens
     with a gap above 2 and 6. tail_half_in: share of sequences that holds half of the tail tokens
     (0 without any). tail_in_worst_1pct: share of the tail tokens in the worst 1 % of sequences.
     """
@@ -58,10 +64,10 @@ def gap_report(
 ) -> GapReport:
     """Report on ``delta``, logp_train - logp_rollout, [B, T], where ``mask`` is not 0.
 
-    Without a scored token the figures are 0 and the effective sample sizes 1.
+    Without a response token the figures are 0 and the effective sample sizes 1.
 
     Raises:
-        ValueError: as ``sequence_statistics``.
+        ValueError: as ``sequence_statistics``; no response token is scored.
     """
     statistics = sequence_statistics(delta, mask, tail_nats=tail_nats)
     present = statistics.length > 0
@@ -69,6 +75,7 @@ def gap_report(
     d = delta.detach()[scored].double()
     sequences, tokens = int(present.sum()), d.numel()
     unscored = int(statistics.unscored.sum())
+    check_scored(tokens, unscored)
     if not tokens:
         return GapReport(sequences, 0, unscored)
     gap = d.abs()
@@ -95,8 +102,14 @@ def gap_report(
 
 def _effective_share(log_weights: torch.Tensor) -> float:
     """(sum w)^2 / (n sum w^2), computed relative to the largest weight."""
-    clamped = log_weights.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    weights = torch.exp(clamped - clamped.max())
+    # Inf and -Inf in one sequence: a ratio of 0 times one of Inf, taken as 0.
+    log_weights = log_weights.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    largest = log_weights.max()
+    if largest == math.inf:
+        return float((log_weights == math.inf).double().mean())
+    if largest == -math.inf:
+        return 0.0
+    weights = torch.exp(log_weights - largest)
     return float(weights.sum() ** 2 / (weights.numel() * weights.square().sum()))
 
 
