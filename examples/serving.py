@@ -8,6 +8,7 @@ stopped, engine processes included.
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -167,10 +168,18 @@ def vllm_command() -> str:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port of the loopback interface on which nobody listens.
+
+    Below 55536: SGLang uses the one 10000 above too.
+    """
+    for port in random.sample(range(20000, 55536), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no free port from 20000 to 55535")
 
 
 def stop_group(process: subprocess.Popen) -> None:
