@@ -360,6 +360,7 @@ def _moe_kernels(
 ) -> dict[str, Kernel]:
     """The kernels of moe.cu for a shape and operands of a dtype, compiled at the first call."""
     with torch.cuda.device(device):
+        torch.empty(1, device=device)  # a process that has used no GPU yet has no context
         cubin = compile_cubin(
             "moe", ARCHITECTURE, moe_defines(dtype, hidden, inner, inspect, rac, splice)
         )

@@ -517,7 +517,9 @@ DEVICE void one_half(const MoeArguments& A) {
     }
     if (tid == 0) {
       work.second_row = groups_of_8(block[0].rows) * 8;
-      if (work.end > work.split && work.second_row + groups_of_8(block[1].rows) * 8 > A.rows)
+      // Both are multiplied as if they had the rows of the larger one: none lies outside.
+      if (work.end > work.split &&
+          work.second_row + groups_of_8(max(block[0].rows, block[1].rows)) * 8 > A.rows)
         work.end = work.split;
     }
     __syncthreads();
