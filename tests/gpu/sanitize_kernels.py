@@ -15,8 +15,8 @@ a sanitizer.
   and the last owner's bytes count as initialized. So each tensor is a cudaMalloc of its exact size;
   memcheck adds padding, lest one tensor's end be another's start. Graphs cannot be captured then.
 - memcheck, racecheck and synccheck look at our kernels only, by name. initcheck must see PyTorch's
-  too, which write our inputs: what it reports of those is counted apart. Memory is not poisoned:
-  poison initializes.
+  too, which write our inputs: what it reports of those, and of copies, is counted apart. Memory is
+  not poisoned: poison initializes.
 - Failed API calls are not reported: libraries try calls that may fail. Ours raise.
 """
 
@@ -300,7 +300,7 @@ def judge(name: str, tool: str, code: int, text: str, seconds: float) -> Row:
     report = Report(summary=0) if tool == "none" else read_report(text, OURS)
     found = "no summary" if report.summary is None else str(report.errors)
     if report.others:
-        found += f" (+ {report.others} in other kernels)"
+        found += f" (+ {report.others} elsewhere)"
     if name in PLANTED_GROUPS:
         kernel = f"planted_{tool}" if name == "planted" else "planted_copy"
         ok = report.summary is not None and any(kernel in text for text in report.reports)

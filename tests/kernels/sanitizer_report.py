@@ -19,6 +19,8 @@ NO_REPORT = re.compile(
     r"COMPUTE-SANITIZER|\w+ SUMMARY|Target application returned an error"
     r"|Error: process didn't terminate successfully"
 )
+# initcheck's reports of copies, which may well hold rows that nothing wrote.
+COPY = re.compile(r"(?=.*[Uu]ninitialized).*(Host API|[Mm]emcpy)")
 
 
 @dataclass
@@ -26,7 +28,7 @@ class Report:
     """summary: what the last line says was found; None: it is missing, the tool did not finish.
 
     reports: texts of those that name one of our kernels, or no kernel. others: how many name other
-    kernels only.
+    kernels only, or are of copies.
     """
 
     summary: int | None = None
@@ -67,7 +69,7 @@ def read_report(text: str, kernels: Collection[str]) -> Report:
             lines.append(line.removeprefix("=========").strip())
         whole = "\n    ".join(lines)
         names_a_kernel = re.search(r"\bat \S+.*\+0x[0-9a-f]+|\bat 0x[0-9a-f]+ in \S", whole)
-        if names_a_kernel and not ours.search(whole):
+        if (names_a_kernel or COPY.match(lines[0])) and not ours.search(whole):
             report.others += 1
         else:
             report.reports.append(whole)

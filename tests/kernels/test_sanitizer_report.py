@@ -47,6 +47,8 @@ BARRIER = """========= Barrier error detected. Divergent thread(s) in block.
 =========
 """
 NOT_PRINTED = "========= ERROR SUMMARY: 7 errors were not printed. Use --print-limit option\n"
+COPY = "========= Host API uninitialized memory access at 0x7f00 on access by cudaMemcpy source\n"
+INVALID_COPY = "========= Host API memory access error at host access to 0x7f00 of size 8 bytes\n"
 UNTRACKED = "========= Internal Sanitizer Error: The Sanitizer didn't track the launch.\n"
 
 
@@ -72,6 +74,8 @@ def summary(count):
         ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 2 warnings)\n", (2, 2, 0, 0)),
         (READ.format("quantize_rows_kernel") + READ.format(TORCH) + summary(2), (2, 1, 1, 1)),
         (READ.format(TORCH) + summary(1), (1, 0, 1, 0)),
+        (COPY + summary(1), (1, 0, 1, 0)),
+        (INVALID_COPY + summary(1), (1, 1, 0, 1)),
         (UNTRACKED + CLEAN, (0, 1, 0, 1)),
         ("========= Target application returned an error\n" + CLEAN, (0, 0, 0, 0)),
     ],
