@@ -129,13 +129,15 @@ def one_linear(
         yield f"linear {rows}x{n}x{k} {act} {dtype} {kind} {config}", ok, text
 
 
-def layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
+def layers(
+    device: str, shapes: dict, quick: bool, counts: tuple[int, ...] = (1, 16, 128, 1024)
+) -> Iterator[Check]:
     """MoE layers stage by stage against float64, and whole against the torch layer."""
     generator = torch.Generator(device).manual_seed(6)
     for name, (hidden, inner, experts, top_k) in shapes.items():
         w13 = random_weight(experts, 2 * inner, hidden, generator=generator, device=device)
         w2 = random_weight(experts, hidden, inner, generator=generator, device=device)
-        for count in (3,) if quick else (1, 16, 128, 1024):
+        for count in (3,) if quick else counts:
             for act in ("nvfp4", "bf16"):
                 x = random_rows(count, hidden, generator=generator, device=device)
                 cpu = torch.Generator().manual_seed(count)

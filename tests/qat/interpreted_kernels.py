@@ -8,7 +8,7 @@ and without the variable, it runs at the sizes of a model on a GPU.
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -63,8 +63,13 @@ def weights(device: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def main(device: str) -> int:
     """Return how many comparisons were made."""
+    return compare(device, weights(device))
+
+
+def compare(device: str, named: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """Compare the kernels with their twins on these weights, moved to a device; their number."""
     count = 0
-    for name, weight in weights(device):
+    for name, weight in named:
         weight = weight.to(device)
         amax = matrix_amax_ref(weight)
         assert_same_bits(matrix_amax_triton(weight).cpu(), amax.cpu(), f"{name}: amax")

@@ -9,7 +9,13 @@ from quads_common.kernels import _units, moe
 from quads_common.kernels.units import UnitQuantizer
 from quads_common.ops import quads_linear, quads_moe
 from quads_common.weight_units import Piece
-from tests.kernels import compare_gemm, compare_quantize, compare_units, compare_variants
+from tests.kernels import (
+    compare_edges,
+    compare_gemm,
+    compare_quantize,
+    compare_units,
+    compare_variants,
+)
 from tests.kernels.exact import random_rows, random_weight
 
 # H, I, experts, top_k
@@ -26,6 +32,7 @@ GROUPS = [
     compare_gemm.layers,
     compare_gemm.tiled_layers,
     compare_variants.variants,
+    compare_edges.edges,
 ]
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
