@@ -4,8 +4,8 @@ import torch
 
 from quads_common.compensation import CompensationOptions, Site
 from quads_common.compensation.observe import observe
-from quads_common.compensation.refresh import SiteState
 from quads_common.compensation.sampling import sampled_rows
+from quads_common.compensation.state import SiteState
 from quads_common.weight_units import WeightUnits
 from tests.common.samples import normal
 

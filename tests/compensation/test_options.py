@@ -101,8 +101,9 @@ def test_one_of_so_many_rows_is_counted(rate, period):
 
 
 def test_extreme_values_that_are_allowed_can_be_used():
-    from quads_common.compensation.refresh import new_site_state, refresh
+    from quads_common.compensation.refresh import refresh
     from quads_common.compensation.sampling import sampled_rows
+    from quads_common.compensation.state import new_site_state
 
     chosen = CompensationOptions.from_preset(
         "quads_splice",

@@ -1,16 +1,19 @@
-"""From rows to lists: averages, minimum of tokens, planted channels, metrics, ranks."""
+"""From rows to lists: averages, minimum of tokens, planted channels, metrics, many sites."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quads_common import quantize
-from quads_common.compensation import linear_compensated, new_site_state, refresh
-from quads_common.compensation.refresh import SiteState, forget_served, refresh_is_due
+from quads_common.compensation import Site, linear_compensated, new_site_state, refresh
+from quads_common.compensation.refresh import refresh_is_due
+from quads_common.compensation.state import SiteState, forget_served
 from quads_common.compensation.statistics import reset
 from tests.common.bits import assert_same_bits
 from tests.common.samples import normal
-from tests.compensation.ranks import in_lockstep
 from tests.compensation.serving import EXPERTS, PLANTED, W2, W13, K, feed, options, rows_with
 
 
@@ -230,26 +233,55 @@ def test_refresh_is_deterministic_and_in_place():
     assert {name: t.data_ptr() for name, t in states[0].buffers().items()} == addresses
 
 
-def test_replicas_agree_and_count_every_row_once():
-    """Two ranks with other tokens: same lists as one that saw all; nothing is counted twice."""
-    chosen = options(min_tokens=40)
-    alone, ranks = (
-        new_site_state(W13, chosen),
-        [new_site_state(W13, chosen), new_site_state(W13, chosen)],
-    )
-
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_sites_refreshed_together_are_as_if_alone(adaptive, monkeypatch):
+    """Several of each shape; with ``adaptive`` their counts differ."""
+    chosen = options(min_tokens=20, adaptive=adaptive, rac_ratio=0.5)
+    other = Site("layers.9.w13", "w13", 2 * K, 2 * K)
+    sites = [W13, W2, replace(W13, name="a.w13"), other, replace(W2, name="a.w2")]
+    many = [new_site_state(site, chosen) for site in sites]
+    few = [new_site_state(site, chosen) for site in sites]
     for step in range(3):
-        x = rows_with(PLANTED, 30, step)
-        feed(alone, x, chosen)
-        feed(ranks[0], x[:11], chosen)
-        feed(ranks[1], x[11:], chosen)
-        refresh([alone], chosen)
-        in_lockstep(2, lambda rank, r: refresh([ranks[rank]], chosen, lambda site: r))
-        for rank in ranks:
-            assert rank.selection.checksum() == alone.selection.checksum(), step
-            assert rank.averages.tokens.item() == alone.averages.tokens.item(), step
-    assert alone.averages.tokens.item() == 60, "30 rows wait for the next refresh"
-    assert [r.statistics.count.item() for r in ranks] == [11, 19]
+        for i, pair in enumerate(zip(many, few, strict=True)):
+            x = normal(30 + 20 * i, pair[0].site.width, seed=10 * step + i)
+            group = torch.arange(len(x)) % len(pair[0].site.groups)
+            for state in pair:
+                for expert in state.site.groups:
+                    feed(state, x[group == expert], chosen, expert)
+        found = refresh(many, chosen)
+        monkeypatch.setattr("quads_common.compensation.state.MOST_TOGETHER", 1)
+        expected = refresh(few, chosen)
+        monkeypatch.undo()
+        assert found == expected and [m.name for m in found] == [s.name for s in sites]
+        for one, two in zip(many, few, strict=True):
+            for name, tensor in one.buffers().items():
+                assert_same_bits(tensor, two.buffers()[name], f"{one.site.name} {name}")
+
+
+class _Counter(TorchDispatchMode):
+    """Counts operations, and those that wait for the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = self.waits = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        self.waits += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_work_of_the_host_does_not_grow_with_the_sites():
+    chosen = options(min_tokens=1)
+    found = []
+    for count in (2, 20):
+        states = [new_site_state(replace(W13, name=f"{i}.w13"), chosen) for i in range(count)]
+        for state in states:
+            feed(state, rows_with(PLANTED, 30, 0), chosen)
+        with _Counter() as counter:
+            refresh(states, chosen)
+        found.append((counter.calls, counter.waits))
+    assert found[0] == found[1] and found[0][1] <= 1, found
 
 
 def test_the_served_selection_is_the_refreshed_one():

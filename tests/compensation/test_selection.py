@@ -63,6 +63,8 @@ def test_top_mask_takes_the_highest_and_of_equals_the_lowest_index():
     scores = torch.tensor([[1.0, 3.0, 2.0, 3.0], [5.0, 5.0, 5.0, 5.0], [0.0, 0.0, 0.0, 1.0]])
     assert top_mask(scores, 2).int().tolist() == [[0, 1, 0, 1], [1, 1, 0, 0], [1, 0, 0, 1]]
     assert not top_mask(scores, 0).any() and top_mask(scores, 4).all()
+    counts = torch.tensor([[0], [1], [3]])
+    assert top_mask(scores, counts).int().tolist() == [[0] * 4, [1, 0, 0, 0], [1, 1, 0, 1]]
 
 
 def test_ties_on_many_equal_scores():
@@ -79,10 +81,10 @@ def test_ascending_ids():
 
 
 def test_jaccard():
-    a = torch.tensor([True, True, False, False])
-    assert jaccard(a, a) == 1 and jaccard(a, ~a) == 0
-    assert jaccard(a, torch.tensor([True, False, True, False])) == pytest.approx(1 / 3)
-    assert jaccard(a & ~a, a & ~a) == 1
+    a = torch.tensor([[True, True, False, False], [True, True, True, False], [False] * 4])
+    b = torch.tensor([[True, False, True, False], [False, False, False, True], [False] * 4])
+    assert jaccard(a, b).tolist() == pytest.approx([1 / 3, 0, 1])
+    assert jaccard(a, a).tolist() == [1, 1, 1]
 
 
 def site(kind: str = "w2", width: int = 64, groups: int = 3, shards: int = 1, shard: int = 0):

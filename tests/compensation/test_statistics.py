@@ -12,13 +12,11 @@ from quads_common.compensation.statistics import (
     copy_into,
     merge,
     new_statistics,
-    reduced,
     reset,
     update,
 )
 from tests.common.bits import assert_same_bits
 from tests.common.samples import normal
-from tests.compensation.ranks import in_lockstep
 
 K, BLOCKS, GROUPS = 48, 3, 4
 ENERGIES = ("plain_energy", "served_energy", "left_energy", "underflows")
@@ -145,23 +143,6 @@ def test_merge_leaves_its_parts_alone():
     after = (*a.buffers().values(), *b.buffers().values())
     for old, new in zip(before, after, strict=True):
         assert_same_bits(new, old, "part")
-
-
-def test_all_reduce_equals_the_whole_on_every_rank():
-    x = normal(150, K, dtype=torch.float32) + 1e4
-    group = torch.randint(0, GROUPS - 1, (150,))
-    ranks = [slice(0, 40), slice(40, 41), slice(41, 150)]
-    parts = [fed(x[r], None, group[r], GROUPS) for r in ranks]
-    parts[0].offered.fill_(40)
-    parts[2].offered.fill_(109)
-    before = parts[1].mean.clone()
-    found = in_lockstep(3, lambda rank, all_reduce: reduced(parts[rank], all_reduce))
-    for stats in found:
-        check(stats, x, np.ones(150, bool), group, rtol=1e-6)
-        assert stats.offered.item() == 149
-        for name, tensor in stats.buffers().items():
-            assert_same_bits(tensor, getattr(found[0], name), name)
-    assert_same_bits(parts[1].mean, before, "local statistics stay")
 
 
 def test_update_is_deterministic():

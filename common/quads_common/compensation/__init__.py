@@ -16,9 +16,10 @@ from quads_common.compensation.metrics import SiteMetrics
 from quads_common.compensation.moe import Gathering, fused_moe_compensated
 from quads_common.compensation.operands import InputCompensation
 from quads_common.compensation.options import PRESETS, CompensationOptions
-from quads_common.compensation.refresh import SiteState, new_site_state, refresh
+from quads_common.compensation.refresh import refresh
 from quads_common.compensation.site import Site
 from quads_common.compensation.staging import Staging
+from quads_common.compensation.state import SiteState, new_site_state
 
 __all__ = [
     "PRESETS",

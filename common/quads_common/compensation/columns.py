@@ -11,7 +11,7 @@ Inf, too large, be it in another rank's shard) keeps its codes and its columns.
 import torch
 
 from quads_common.compensation.operands import gather_columns
-from quads_common.compensation.refresh import SiteState
+from quads_common.compensation.state import SiteState
 from quads_common.compensation.statistics import copy_into
 from quads_common.weight_units import Piece, WeightUnits
 

@@ -24,16 +24,15 @@ from quads_common.compensation.files import (
 )
 from quads_common.compensation.metrics import SiteMetrics, refresh_summary, with_last_known
 from quads_common.compensation.options import KINDS, CompensationOptions
-from quads_common.compensation.refresh import (
+from quads_common.compensation.refresh import refresh, refresh_is_due
+from quads_common.compensation.selection import Selection, checksums
+from quads_common.compensation.site import Site
+from quads_common.compensation.state import (
     Averages,
     SiteState,
     forget_served,
     new_site_state,
-    refresh,
-    refresh_is_due,
 )
-from quads_common.compensation.selection import Selection
-from quads_common.compensation.site import Site
 from quads_common.compensation.statistics import ChannelStatistics, copy_into, reset
 
 __all__ = ["Compensator", "Log"]
@@ -264,9 +263,10 @@ class Compensator:
 
     def _note_state(self) -> None:
         shared = [s for s in self.states if s.site.shards == 1 and s.site.num_groups == 1]
+        digests = checksums([s.selection for s in shared])
         self._state |= {
             "version": self.version,
-            "shared": {s.site.name: s.selection.checksum() for s in shared},
+            "shared": dict(zip((s.site.name for s in shared), digests, strict=True)),
             "calibration_passes": self.calibration_passes,
         }
 

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 
 from quads_common.compensation.file_checks import check_header, check_ids, check_values
 from quads_common.compensation.options import CompensationOptions
-from quads_common.compensation.refresh import SiteState
 from quads_common.compensation.site import Site
+from quads_common.compensation.state import SiteState
 from quads_common.compensation.statistics import copy_into
 from quads_common.format import BLOCK_SIZE, CONTRACT_VERSION
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from quads_common.compensation.controller import Compensator
 from quads_common.compensation.options import CompensationOptions
-from quads_common.compensation.refresh import SiteState
 from quads_common.compensation.sampling import most_samples, sampled_rows
 from quads_common.compensation.site import Site
 from quads_common.compensation.staging import StagedInput, count_staged, new_staging
+from quads_common.compensation.state import SiteState
 
 __all__ = ["MOST_PLACES", "LayerInput", "Runtime"]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["SiteMetrics", "refresh_summary", "with_last_known"]
+__all__ = ["SiteMetrics", "refresh_summary", "site_metrics", "with_last_known"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,37 @@ class SiteMetrics:
     def to_json(self) -> dict[str, Any]:
         """Plain numbers, for an RPC or a metrics exporter; None for NaN, which JSON lacks."""
         return {k: None if v != v else v for k, v in asdict(self).items()}
+
+
+def site_metrics(
+    name: str,
+    before: float,
+    after: float,
+    signal: float,
+    underflow_share: float,
+    tokens: float,
+    blocks_selected: float,
+    channels_selected: float,
+    blocks_overlap: float,
+    channels_overlap: float,
+    refreshes: float,
+    groups_ready: float,
+) -> SiteMetrics:
+    """From the numbers that ``refresh`` computes on the device."""
+    return SiteMetrics(
+        name,
+        before,
+        after,
+        signal,
+        underflow_share,
+        blocks_selected,
+        channels_selected,
+        blocks_overlap,
+        channels_overlap,
+        tokens=round(tokens),
+        refreshes=round(refreshes),
+        groups_ready=groups_ready,
+    )
 
 
 _MEASURED = (

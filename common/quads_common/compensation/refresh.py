@@ -12,118 +12,32 @@ channels change forgets what was counted of these energies; where they rank bloc
 means rows under the hot channels in force.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from quads_common.compensation.adaptive import allocate_blocks
-from quads_common.compensation.metrics import SiteMetrics
+from quads_common.compensation.metrics import SiteMetrics, site_metrics
 from quads_common.compensation.options import CompensationOptions
 from quads_common.compensation.selection import (
-    Selection,
     block_count,
     hot_mask,
     jaccard,
-    new_selection,
     top_mask,
     write_selection,
 )
-from quads_common.compensation.site import Site
-from quads_common.compensation.statistics import (
-    ChannelStatistics,
-    new_statistics,
-    reduced,
-    reset,
+from quads_common.compensation.state import (
+    Averages,
+    SiteState,
+    batches_of,
+    forget_served,
+    gather,
+    give_back,
 )
+from quads_common.compensation.statistics import ChannelStatistics, reset
 from quads_common.format import BLOCK_SIZE
 
-__all__ = [
-    "AllReduce",
-    "Averages",
-    "SiteState",
-    "forget_served",
-    "new_site_state",
-    "refresh",
-    "refresh_is_due",
-]
-
-# Sums a tensor over ranks, in place.
-AllReduce = Callable[[torch.Tensor], object]
-
-
-@dataclass(frozen=True)
-class Averages:
-    """Buffers of G lists, changed in place only.
-
-    block: [G, K/16] float64 averaged score; block_known: [G, K/16] bool, it belongs to the hot
-        channels in force. channel: [G, K] float64, or [G, 0] without splice.
-    ready: [G] bool, the list has an average. tokens: [G] float64 rows in all averages so far.
-    uncovered: [G] float64, rows in the statistics' count that ``served_energy``, ``left_energy``
-        and ``underflows`` lack, see ``forget_served``.
-    refreshes: [1] int64.
-    """
-
-    block: torch.Tensor
-    block_known: torch.Tensor
-    channel: torch.Tensor
-    ready: torch.Tensor
-    uncovered: torch.Tensor
-    tokens: torch.Tensor
-    refreshes: torch.Tensor
-
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Every tensor by field name, in order."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-
-@dataclass(frozen=True)
-class SiteState:
-    """All buffers of a site; an engine registers them so that sleep and reload keep them."""
-
-    site: Site
-    statistics: ChannelStatistics
-    averages: Averages
-    selection: Selection
-
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Every tensor by a name that a module accepts for a buffer."""
-        parts = {
-            "statistics": self.statistics.buffers(),
-            "averages": self.averages.buffers(),
-            "selection": self.selection.buffers(),
-        }
-        return {f"{part}_{name}": t for part, found in parts.items() for name, t in found.items()}
-
-
-def new_site_state(
-    site: Site, options: CompensationOptions, device: torch.device | str = "cpu"
-) -> SiteState:
-    """Empty buffers: nothing counted, every block and no channel selected."""
-    groups = len(site.groups)
-    selection = new_selection(site, options, device)
-    splice = selection.channels.shape[1] > 0
-
-    def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    statistics = new_statistics(
-        groups,
-        site.width,
-        device=device,
-        channel_energy=splice and options.splice_statistic == "residual",
-    )
-    averages = Averages(
-        block=zeros(groups, site.blocks),
-        block_known=zeros(groups, site.blocks, dtype=torch.bool),
-        channel=zeros(groups, site.width if splice else 0),
-        ready=zeros(groups, dtype=torch.bool),
-        uncovered=zeros(groups),
-        tokens=zeros(groups),
-        refreshes=zeros(1, dtype=torch.int64),
-    )
-    return SiteState(site, statistics, averages, selection)
+__all__ = ["refresh", "refresh_is_due"]
 
 
 def refresh_is_due(boundary: int, options: CompensationOptions) -> bool:
@@ -131,22 +45,9 @@ def refresh_is_due(boundary: int, options: CompensationOptions) -> bool:
     return boundary % options.refresh_interval == 0
 
 
-def forget_served(state: SiteState, lists: torch.Tensor) -> None:
-    """The hot channels of some ``lists`` ([G] bool) change: energies of what they leave, anew."""
-    for tensor in (
-        state.statistics.served_energy,
-        state.statistics.left_energy,
-        state.statistics.underflows,
-    ):
-        tensor.masked_fill_(lists.unsqueeze(1), 0)
-    uncovered = state.averages.uncovered
-    uncovered.copy_(torch.where(lists, state.statistics.count, uncovered))
-
-
 def refresh(
     states: Sequence[SiteState],
     options: CompensationOptions,
-    all_reduce: Callable[[Site], AllReduce | None] | None = None,
     *,
     in_force: bool = True,
     rows: Mapping[str, int] | None = None,
@@ -157,71 +58,71 @@ def refresh(
         calls ``forget_served`` when they come into force.
     rows: of the weight that a site's input is multiplied with, by name: what a block costs with
         ``adaptive``. None: the same for all.
-    all_reduce: for each site the sum over the replicas that see other tokens than this rank, or
-        None where there are none. All replicas then choose the same lists.
+
+    Launches and waits do not grow with the number of sites: those of one shape are looked at
+    together, and the host waits once for the metrics of all.
     """
-    merged = []
-    for state in states:
-        reduce = all_reduce(state.site) if all_reduce is not None else None
-        stats, uncovered = state.statistics, state.averages.uncovered
-        if reduce is not None:
-            stats, uncovered = reduced(stats, reduce), uncovered.clone()
-            reduce(uncovered)
-        merged.append((stats, stats.count - uncovered))
-    measured = [_measure(s, *m, options) for s, m in zip(states, merged, strict=True)]
-    for state, (stats, covered) in zip(states, merged, strict=True):
-        _absorb(state, stats, covered, options)
+    batches = batches_of(states)
+    measured = []
+    for batch in batches:
+        together = gather(batch)
+        measured.append(_measure(together, len(batch), options))
+        _absorb(together, options)
+        give_back(batch, together)
     counts = _block_counts(states, options, rows)
-    return [
-        _select(state, count, found, in_force)
-        for state, count, found in zip(states, counts, measured, strict=True)
-    ]
+    chosen = []
+    for batch in batches:
+        together = gather(batch)
+        blocks = torch.tensor([counts[s.site.name] for s in batch], device=together.device)
+        chosen.append(_select(together, blocks, in_force))
+        give_back(batch, together)
+    found = [torch.cat(pair, dim=1) for pair in zip(measured, chosen, strict=True)]
+    values = torch.cat(found).tolist() if found else []
+    names = [state.site.name for batch in batches for state in batch]
+    metrics = {name: site_metrics(name, *row) for name, row in zip(names, values, strict=True)}
+    return [metrics[state.site.name] for state in states]
 
 
-@dataclass(frozen=True)
-class _Measured:
-    before: float
-    after: float
-    signal: float
-    underflow_share: float
-    tokens: int
+def _measure(together: SiteState, sites: int, options: CompensationOptions) -> torch.Tensor:
+    """What was served since the last refresh, with the selection in force: [sites, 5] float64 of
+    ``SiteMetrics``: both residual energies, signal, lost residuals, tokens."""
+    stats, averages = together.statistics, together.averages
 
+    def total(values: torch.Tensor) -> torch.Tensor:
+        return values.double().reshape(sites, -1).sum(dim=1)
 
-def _measure(
-    state: SiteState, stats: ChannelStatistics, covered: torch.Tensor, options: CompensationOptions
-) -> _Measured:
-    """What was served since the last refresh, with the selection in force.
+    def mean(values: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+        return torch.where(counted > 0, total(values) / counted, torch.nan)
 
-    covered: [G] rows in the energies that depend on the hot channels.
-    """
-    rows = float(stats.count.sum())
-    tokens = round(rows + float(state.averages.tokens.sum()))
-    if rows == 0:
-        return _Measured(math.nan, math.nan, math.nan, math.nan, tokens)
-    chosen = state.selection.block_mask & (options.ratio(state.site.kind) > 0)
-    after = torch.where(chosen, stats.left_energy, stats.served_energy).sum()
-    signal = (stats.second_moment * stats.count.unsqueeze(1)).sum()
-    pairs = (chosen.sum(dim=1) * covered).sum()
-    under_lists = float(covered.sum())
-    lost = torch.where(chosen, stats.underflows, 0).sum()
-    return _Measured(
-        float(stats.plain_energy.sum()) / rows,
-        float(after) / under_lists if under_lists else math.nan,
-        float(signal) / rows,
-        float(lost / pairs.clamp(min=1)) if under_lists else math.nan,
-        tokens,
+    covered = _covered(together)
+    rows, under_lists = total(stats.count), total(covered)
+    chosen = together.selection.block_mask & (options.ratio(together.site.kind) > 0)
+    pairs = total(chosen.sum(dim=1) * covered).clamp(min=1)
+    lost = total(torch.where(chosen, stats.underflows, 0)) / pairs
+    return torch.stack(
+        [
+            mean(stats.plain_energy, rows),
+            mean(torch.where(chosen, stats.left_energy, stats.served_energy), under_lists),
+            mean(stats.second_moment * stats.count.unsqueeze(1), rows),
+            torch.where(under_lists > 0, lost, torch.nan),
+            rows + total(averages.tokens),
+        ],
+        dim=1,
     )
 
 
-def _absorb(
-    state: SiteState, stats: ChannelStatistics, covered: torch.Tensor, options: CompensationOptions
-) -> None:
+def _covered(state: SiteState) -> torch.Tensor:
+    """[G] rows in the energies that depend on the hot channels."""
+    return state.statistics.count - state.averages.uncovered
+
+
+def _absorb(state: SiteState, options: CompensationOptions) -> None:
     """Average the scores of lists that have enough rows, and start counting them from zero."""
-    averages = state.averages
+    averages, stats, covered = state.averages, state.statistics, _covered(state)
     ranked_by_served = options.ratio(state.site.kind) > 0 and options.rac_statistic == "residual"
     enough = (covered if ranked_by_served else stats.count) >= options.min_tokens
     known, per_list = averages.block_known, enough.unsqueeze(1)
-    scores = _block_scores(state, stats, covered, options)
+    scores = _block_scores(state, covered, options)
     _blend(averages.block, scores, per_list, known, options.ema)
     if averages.channel.shape[1]:
         scores = _channel_scores(stats, options.splice_statistic)
@@ -232,7 +133,7 @@ def _absorb(
     averages.tokens.add_(torch.where(enough, stats.count, 0))
     averages.refreshes.add_(1)
     averages.uncovered.masked_fill_(enough, 0)
-    reset(state.statistics, enough)
+    reset(stats, enough)
 
 
 def _blend(
@@ -247,8 +148,9 @@ def _blend(
 
 
 def _block_scores(
-    state: SiteState, stats: ChannelStatistics, covered: torch.Tensor, options: CompensationOptions
+    state: SiteState, covered: torch.Tensor, options: CompensationOptions
 ) -> torch.Tensor:
+    stats = state.statistics
     if options.rac_statistic == "residual":
         return stats.served_energy / covered.clamp(min=1).unsqueeze(1)
     channels = _channel_scores(stats, options.rac_statistic)
@@ -266,22 +168,23 @@ def _channel_scores(stats: ChannelStatistics, statistic: str) -> torch.Tensor:
 
 def _block_counts(
     states: Sequence[SiteState], options: CompensationOptions, rows: Mapping[str, int] | None
-) -> list[int]:
-    """Blocks per list of each site."""
-    counts = [block_count(options.ratio(s.site.kind), s.site.width) for s in states]
+) -> dict[str, int]:
+    """Blocks per list of each site, by name."""
+    counts = {s.site.name: block_count(options.ratio(s.site.kind), s.site.width) for s in states}
     if not options.adaptive:
         return counts
     # Inputs that ranks share need equal counts on all of them: those they do not share stay apart.
-    pools: dict[tuple[str, bool], list[int]] = {}
-    for i, state in enumerate(states):
+    pools: dict[tuple[str, bool], list[SiteState]] = {}
+    for state in states:
         if options.ratio(state.site.kind) and bool(state.averages.ready.any()):
-            pools.setdefault((state.site.kind, state.site.shards > 1), []).append(i)
+            pools.setdefault((state.site.kind, state.site.shards > 1), []).append(state)
     for pool in pools.values():
-        scores = [_ready_scores(states[i].averages) for i in pool]
-        costs = None if rows is None else [rows[states[i].site.name] for i in pool]
-        found = allocate_blocks(scores, [counts[i] for i in pool], costs)
-        for i, count in zip(pool, found, strict=True):
-            counts[i] = count
+        names = [state.site.name for state in pool]
+        scores = [_ready_scores(state.averages) for state in pool]
+        costs = None if rows is None else [rows[name] for name in names]
+        counts |= zip(
+            names, allocate_blocks(scores, [counts[n] for n in names], costs), strict=True
+        )
     return counts
 
 
@@ -289,31 +192,38 @@ def _ready_scores(averages: Averages) -> torch.Tensor:
     return averages.block[averages.ready]
 
 
-def _select(state: SiteState, blocks: int, measured: _Measured, in_force: bool) -> SiteMetrics:
-    """Write the lists and report."""
-    site, averages, selection = state.site, state.averages, state.selection
+def _select(together: SiteState, blocks: torch.Tensor, in_force: bool) -> torch.Tensor:
+    """Write the lists; blocks: [sites] of each of a site's lists.
+
+    Returns [sites, 6] float64 of ``SiteMetrics``: shares selected, overlaps, refreshes, lists
+    ready.
+    """
+    sites, width = len(blocks), together.site.width
+    averages, selection = together.averages, together.selection
     not_ready = ~averages.ready.unsqueeze(1)
-    old_blocks, old_hot = selection.block_mask.clone(), hot_mask(selection, site.width)
+    old_blocks, old_hot = selection.block_mask.clone(), hot_mask(selection, width)
     hot = torch.zeros_like(old_hot)
     if averages.channel.shape[1]:
         hot = top_mask(averages.channel, selection.channels.shape[1]) & ~not_ready
     moved = (hot != old_hot).unflatten(1, (-1, BLOCK_SIZE)).any(dim=2)
     averages.block_known.logical_and_(~moved)
     if in_force:
-        forget_served(state, moved.any(dim=1))
-    every_block = not_ready & (blocks > 0)
-    write_selection(selection, top_mask(averages.block, blocks) | every_block, hot)
-    return SiteMetrics(
-        site.name,
-        measured.before,
-        measured.after,
-        measured.signal,
-        measured.underflow_share,
-        blocks_selected=float(selection.block_mask.double().mean()),
-        channels_selected=float(hot.double().mean()),
-        blocks_overlap=jaccard(old_blocks, selection.block_mask),
-        channels_overlap=jaccard(old_hot, hot),
-        tokens=measured.tokens,
-        refreshes=int(averages.refreshes),
-        groups_ready=float(averages.ready.double().mean()),
+        forget_served(together, moved.any(dim=1))
+    per_list = blocks.repeat_interleave(len(not_ready) // sites).unsqueeze(1)
+    every_block = not_ready & (per_list > 0)
+    write_selection(selection, top_mask(averages.block, per_list) | every_block, hot)
+
+    def share(mask: torch.Tensor) -> torch.Tensor:
+        return mask.double().reshape(sites, -1).mean(dim=1)
+
+    return torch.stack(
+        [
+            share(selection.block_mask),
+            share(hot),
+            jaccard(old_blocks.reshape(sites, -1), selection.block_mask.reshape(sites, -1)),
+            jaccard(old_hot.reshape(sites, -1), hot.reshape(sites, -1)),
+            averages.refreshes.double(),
+            share(averages.ready),
+        ],
+        dim=1,
     )

@@ -5,8 +5,10 @@ in ascending order and written in place, so a refresh changes no address and no 
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from decimal import ROUND_HALF_UP, Decimal
+from itertools import islice
 
 import torch
 
@@ -20,6 +22,7 @@ __all__ = [
     "ascending_ids",
     "block_count",
     "channel_count",
+    "checksums",
     "hot_mask",
     "jaccard",
     "new_selection",
@@ -59,10 +62,18 @@ class Selection:
 
     def checksum(self) -> str:
         """Digest of the lists, to compare ranks by. Synchronizes with the host."""
-        digest = hashlib.sha256()
-        for tensor in (self.blocks, self.channels):
-            digest.update(repr(tensor.tolist()).encode())
-        return digest.hexdigest()[:16]
+        return checksums([self])[0]
+
+
+def checksums(selections: Sequence[Selection]) -> list[str]:
+    """Digests of the lists of each. Synchronizes with the host, once."""
+    lists = [t for selection in selections for t in (selection.blocks, selection.channels)]
+    if not lists:
+        return []
+    values = iter(torch.cat([t.flatten() for t in lists]).tolist())
+    texts = [repr(list(islice(values, t.numel()))) for t in lists]
+    pairs = zip(texts[::2], texts[1::2], strict=True)
+    return [hashlib.sha256("".join(pair).encode()).hexdigest()[:16] for pair in pairs]
 
 
 def block_count(ratio: float, width: int) -> int:
@@ -96,10 +107,14 @@ def new_selection(
     )
 
 
-def top_mask(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """[G, n] bool: the ``count`` highest scores of each row, of equal ones the lowest index."""
-    order = scores.argsort(dim=1, descending=True, stable=True)[:, :count]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, True)
+def top_mask(scores: torch.Tensor, count: int | torch.Tensor) -> torch.Tensor:
+    """[G, n] bool: the ``count`` highest scores of each row, of equal ones the lowest index.
+
+    count: for all rows, or [G, 1].
+    """
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    first = torch.arange(scores.shape[1], device=scores.device) < count
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, first.expand_as(order))
 
 
 def ascending_ids(mask: torch.Tensor, slots: int) -> torch.Tensor:
@@ -118,10 +133,10 @@ def write_selection(
     selection.channels.copy_(ascending_ids(hot_channels, selection.channels.shape[1]))
 
 
-def jaccard(a: torch.Tensor, b: torch.Tensor) -> float:
-    """|a and b| / |a or b| of two bool masks, 1 if both are empty. Synchronizes with the host."""
-    union = int((a | b).sum())
-    return int((a & b).sum()) / union if union else 1.0
+def jaccard(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """[S] float64: |a and b| / |a or b| by rows of two bool masks [S, n]; 1 if both are empty."""
+    union = (a | b).sum(dim=1)
+    return torch.where(union > 0, (a & b).sum(dim=1).double() / union, 1.0)
 
 
 def hot_mask(selection: Selection, width: int) -> torch.Tensor:

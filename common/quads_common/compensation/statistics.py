@@ -13,7 +13,7 @@ inputs give equal bits, and neither a large mean nor many rows cost precision. N
 synchronizes with the host or has data-dependent shapes. Memory: 16 bytes a channel and group.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -26,7 +26,6 @@ __all__ = [
     "copy_into",
     "merge",
     "new_statistics",
-    "reduced",
     "reset",
     "update",
 ]
@@ -162,28 +161,6 @@ def merge(parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
         for name in (*_ENERGIES, "offered"):
             getattr(total, name).add_(getattr(part, name))
     return total
-
-
-def reduced(
-    stats: ChannelStatistics, all_reduce: Callable[[torch.Tensor], object]
-) -> ChannelStatistics:
-    """New statistics of the rows of all ranks; the local ones stay as they are.
-
-    all_reduce: sums a float64 tensor over the ranks, in place; called twice, with the same sizes
-        on every rank. The squared deviations are summed about the common mean, hence the second.
-    """
-    names = ("count", *_ENERGIES)
-    weighted = stats.mean * stats.count.unsqueeze(1)
-    local = [stats.count, *(getattr(stats, name) for name in _ENERGIES), weighted]
-    packed = torch.cat([t.flatten() for t in local] + [stats.offered.double()])
-    all_reduce(packed)
-    pieces = packed.split([*(t.numel() for t in local), 1])
-    sums = dict(zip(names, pieces, strict=False))
-    found = {name: sums[name].view_as(getattr(stats, name)) for name in names}
-    mean = pieces[-2].view_as(stats.mean) / found["count"].clamp(min=1).unsqueeze(1)
-    m2 = stats.m2 + stats.count.unsqueeze(1) * (stats.mean - mean).square()
-    all_reduce(m2)
-    return ChannelStatistics(mean=mean, m2=m2, offered=pieces[-1].long(), **found)
 
 
 def reset(stats: ChannelStatistics, groups: torch.Tensor | None = None) -> None:
