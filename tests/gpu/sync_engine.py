@@ -124,7 +124,7 @@ def sync(llm: Any, weights: dict[str, torch.Tensor], path: str) -> None:
             buffer.fill_(float("nan"))
 
 
-def big_config(folder: Path) -> Path:
+def big_config(folder: Path, layers: int = LAYERS) -> Path:
     """A model of Qwen3-30B-A3B's layer shapes, without weights."""
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((MODEL / "config.json").read_text())
@@ -132,19 +132,19 @@ def big_config(folder: Path) -> Path:
     config |= {
         "num_local_experts": EXPERTS,
         "num_experts_per_tok": 8,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": layers,
         "head_dim": 128,
     }
     config |= {"num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144}
     if "layer_types" in config:
-        config["layer_types"] = ["full_attention"] * LAYERS
+        config["layer_types"] = ["full_attention"] * layers
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (folder / name).write_text((MODEL / name).read_text())
     return folder
 
 
-def big_weights() -> list[tuple[str, torch.Tensor]]:
+def big_weights(layers: int = LAYERS) -> list[tuple[str, torch.Tensor]]:
     """All tensors of the big model's layers, on the GPU, under checkpoint names."""
     shapes = {
         "self_attn.q_proj": (4096, HIDDEN),
@@ -159,6 +159,6 @@ def big_weights() -> list[tuple[str, torch.Tensor]]:
         shapes[f"mlp.experts.{e}.down_proj"] = (HIDDEN, INNER)
     return [
         (f"model.layers.{layer}.{name}.weight", torch.randn(s, device="cuda").bfloat16() * 0.02)
-        for layer in range(LAYERS)
+        for layer in range(layers)
         for name, s in shapes.items()
     ]
