@@ -346,15 +346,14 @@ def main() -> int:
     tasks, rows = tasks_of(args.tool, args.only, args.device), []
     if not tasks:
         parser.error(f"--only {args.only} names no group that runs with --device {args.device}")
+    print(f"{'group':<22}{'tool':<11}{'errors':<30}seconds")
     with ThreadPoolExecutor(args.jobs) as pool:
         for row in pool.map(lambda task: run_task(*task, args.device, args.limit), tasks):
             rows.append(row)
-            if not row.ok:
-                print(f"{row.name}, {row.tool}:\n{row.details}\n", flush=True)
-    print(f"{'group':<22}{'tool':<11}{'errors':<30}seconds")
-    for row in rows:
-        mark = "" if row.ok else "FAILED"
-        print(f"{row.name:<22}{row.tool:<11}{row.found:<30}{row.seconds:>6.0f} {mark}")
+            mark = "" if row.ok else f"FAILED\n{row.details}\n"
+            print(
+                f"{row.name:<22}{row.tool:<11}{row.found:<30}{row.seconds:>6.0f} {mark}", flush=True
+            )
     failed = sum(not row.ok for row in rows)
     print(f"{failed} of {len(rows)} failed" if failed else f"all {len(rows)} clean")
     return 1 if failed else 0
