@@ -214,7 +214,7 @@ def part_decode() -> dict[str, Any]:
 
 def sync_and_refresh_time(llm: Any) -> tuple[float, float]:
     """Seconds of a sync without a refresh and of a refresh after it, the shortest of three."""
-    compensator, weights, times = compensator_of(llm), big_weights(LAYERS), []
+    compensator, weights, times = compensator_of(llm), dict(big_weights(LAYERS)), []
     compensator.options = replace(compensator.options, refresh_interval=1_000_000)
     for _ in range(4):
         stamps = []
