@@ -18,6 +18,7 @@ source was read.
 import logging
 import pkgutil
 import re
+import sys
 from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
@@ -42,6 +43,7 @@ __all__ = [
     "updated_model",
     "updated_model_config",
     "version",
+    "warming_up",
     "warn_of_untested_version",
 ]
 
@@ -148,6 +150,15 @@ def parallelism_info(checker: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """What a ``WeightChecker`` says of this rank; kwargs: of its ``handle``."""
     role = {"role": kwargs["role"]} if "role" in kwargs else {}
     return checker._parallelism_info(**role).model_dump()
+
+
+def warming_up() -> bool:
+    """Whether this process is an HTTP server that is not up yet, but will warm itself up."""
+    module = sys.modules.get("sglang.srt.entrypoints.http_server")
+    manager = getattr(getattr(module, "_global_state", None), "tokenizer_manager", None)
+    if manager is None or manager.server_args.skip_server_warmup:
+        return False
+    return manager.server_status.name == "Starting"
 
 
 def device_type() -> str:
