@@ -3,10 +3,10 @@
     from sglang_quads.calibrate import calibrate
     calibrate(engine, prompts, save="selection.safetensors")
 
-    python -m sglang_quads.calibrate --url http://localhost:30000 --prompts prompts.jsonl --save FILE
+    python -m sglang_quads.calibrate --url http://localhost:30000 --prompts FILE --save FILE
 
-What was counted before is forgotten, once the arguments have been checked and FILE can be written;
-then each pass runs the prompts with an empty radix cache and refreshes.
+What was counted before is forgotten, once the arguments have been checked and the file can be
+written; then each pass runs the prompts with an empty radix cache and refreshes.
 """
 
 import json

@@ -1,0 +1,62 @@
+"""What ``test_compensation_vllm.py`` holds SGLang to: selections and log-probs of a vLLM engine.
+
+    .venv/bin/python -m tests.sglang.make_vllm_files
+
+Needs vLLM's CPU environment. For each preset an engine on arith-moe with planted hot channels
+serves some problems, refreshes, saves its selection and says the log-probs of others. Run it again
+when the numbers are meant to change (the quantizer, the statistics, the selection file).
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from tests.sglang.compensated import (
+    FED,
+    PROMPTS,
+    VLLM_FILES,
+    heldout,
+    hot_checkpoint,
+    options_of,
+)
+from tests.vllm.engine import run_engine
+
+
+def make(preset: str, folder: Path) -> None:
+    """Write the selection file and the log-probs of a preset."""
+    sequences = heldout()
+    path = VLLM_FILES / f"{preset}.safetensors"
+    options = options_of(preset)
+    model = hot_checkpoint(folder / "hot")
+    probes = [
+        ("fed", "generate", [sequences[PROMPTS : PROMPTS + FED], 5]),
+        ("refreshed", "refresh", []),
+        ("synced", "reload", [str(model)]),  # which brings BF16 columns into force
+        ("saved", "save", [str(path)]),
+        ("logprobs", "logprobs", [sequences[:PROMPTS]]),
+    ]
+    found = run_engine(
+        folder / preset,
+        model,
+        probes,
+        quantization="quads_nvfp4",
+        additional_config={"quads": options},
+    )
+    logprobs = {str(i): values for i, values in enumerate(found["logprobs"])}
+    header = {"options": json.dumps(options)}
+    save_file(logprobs, VLLM_FILES / f"{preset}-logprobs.safetensors", header)
+
+
+def main() -> None:
+    """Make all, or those that the command line names."""
+    VLLM_FILES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for preset in sys.argv[1:] or ("quads", "quads_splice", "foursight"):
+            make(preset, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
