@@ -121,13 +121,13 @@ def pad_layers(multiple: int) -> None:
         more = -len(x) % multiple
         return torch.cat([x, x.new_full((more, *x.shape[1:]), value)])
 
-    def moe(self: Any, layer: Any, given: Any) -> Any:
-        x, topk = given.hidden_states, given.topk_output
+    def moe(self: Any, layer: Any, dispatch_output: Any) -> Any:
+        x, topk = dispatch_output.hidden_states, dispatch_output.topk_output
         topk = topk._replace(
             topk_weights=padded(topk.topk_weights, 0.5), topk_ids=padded(topk.topk_ids, 0)
         )
-        given = given._replace(hidden_states=padded(x, recorder.POISON), topk_output=topk)
-        out = plain_moe(self, layer, given)
+        more = {"hidden_states": padded(x, recorder.POISON), "topk_output": topk}
+        out = plain_moe(self, layer, dispatch_output._replace(**more))
         return out._replace(hidden_states=out.hidden_states[: len(x)])
 
     def linear(self: Any, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
@@ -170,10 +170,10 @@ def record_layers(model: nn.Module) -> None:
         inner.append((group, x.clone()))
         return plain_operands(x, compensation, group)
 
-    def moe(self: Any, layer: Any, given: Any) -> Any:
+    def moe(self: Any, layer: Any, dispatch_output: Any) -> Any:
         inner.clear()
-        x, topk = given.hidden_states.clone(), given.topk_output
-        combined = plain_moe(self, layer, given)
+        x, topk = dispatch_output.hidden_states.clone(), dispatch_output.topk_output
+        combined = plain_moe(self, layer, dispatch_output)
         first, second = (in_force(i, layer) for i in self.inputs)
         CALLS.append(
             {

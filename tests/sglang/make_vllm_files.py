@@ -2,8 +2,8 @@
 
     .venv/bin/python -m tests.sglang.make_vllm_files
 
-Needs vLLM's CPU environment. For each preset an engine on arith-moe with planted hot channels
-serves some problems, refreshes, saves its selection and says the log-probs of others. Run it again
+Needs vLLM's CPU environment. For each preset an engine on arith-moe serves some problems,
+refreshes, saves its selection and says the log-probs of others. Run it again
 when the numbers are meant to change (the quantizer, the statistics, the selection file).
 """
 
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from tests.checkpoints import ARITH_MOE
 from tests.sglang.compensated import (
     FED,
     PROMPTS,
     VLLM_FILES,
     heldout,
-    hot_checkpoint,
     options_of,
 )
 from tests.vllm.engine import run_engine
@@ -30,17 +30,16 @@ def make(preset: str, folder: Path) -> None:
     sequences = heldout()
     path = VLLM_FILES / f"{preset}.safetensors"
     options = options_of(preset)
-    model = hot_checkpoint(folder / "hot")
     probes = [
         ("fed", "generate", [sequences[PROMPTS : PROMPTS + FED], 5]),
         ("refreshed", "refresh", []),
-        ("synced", "reload", [str(model)]),  # which brings BF16 columns into force
+        ("synced", "reload", [str(ARITH_MOE)]),  # which brings BF16 columns into force
         ("saved", "save", [str(path)]),
         ("logprobs", "logprobs", [sequences[:PROMPTS]]),
     ]
     found = run_engine(
         folder / preset,
-        model,
+        ARITH_MOE,
         probes,
         quantization="quads_nvfp4",
         additional_config={"quads": options},

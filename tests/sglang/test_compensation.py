@@ -2,7 +2,8 @@
 
 One engine runs ``quads_splice`` on every layer of arith-moe with planted hot channels and is looked
 into most, one starts with ``quads`` from a file of vLLM's, two run ``foursight``, the second from
-what the first saved. ``vllm_files`` holds selections that vLLM saved and its log-probs with them.
+what the first saved. ``vllm_files`` holds selections that vLLM saved on arith-moe as it is, and its
+log-probs with them; the engines get those weights before they are compared.
 """
 
 import re
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from quads_common.compensation import read_selection_file
 from quads_common.ops import quads_linear, quads_moe
+from tests.checkpoints import ARITH_MOE
 from tests.sglang.compensated import (
     FED,
     PROMPTS,
@@ -55,10 +57,10 @@ def sequences():
 def engine(hot, tmp_path_factory):
     """Run probes in an engine with the given options of the method."""
 
-    def run(options, probes, **engine_options):
+    def run(options, probes, model=hot, **engine_options):
         return run_engine(
             tmp_path_factory.mktemp("engine"),
-            hot,
+            model,
             probes,
             quantization="quads_nvfp4",
             json_model_override_args=override(options),
@@ -110,6 +112,7 @@ def spliced(engine, hot, sequences, saved):
         ("while running", "refresh_while_running", [long, batch[1]]),
         ("layers, quads", "layers_without", ["channels", batch]),
         ("layers, nvfp4", "layers_without", ["residual", batch]),
+        ("arith-moe", "synced", [str(ARITH_MOE)]),
         ("vLLM's loaded", "load", [str(VLLM_FILES / "quads_splice.safetensors")]),
         ("vLLM's lists", "lists", []),
         ("logprobs", "logprobs", [sequences[:PROMPTS]]),
@@ -301,7 +304,7 @@ def quads(engine, sequences, saved):
         ("logprobs", "logprobs", [sequences[:PROMPTS]]),
         ("saved", "save", [str(saved / "quads")]),
     ]
-    return engine(options, probes)
+    return engine(options, probes, model=ARITH_MOE)
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +327,7 @@ def foursight(engine, hot, sequences, saved):
         ("half", "update_without", [str(hot), "experts.3."]),
         ("whole", "update_without", [str(hot), "none is skipped"]),
         ("loaded", "load", [str(VLLM_FILES / "foursight.safetensors")]),
-        ("from disk", "synced", [str(hot)]),
+        ("arith-moe", "synced", [str(ARITH_MOE)]),
         ("vLLM's lists", "lists", []),
         ("logprobs", "logprobs", [sequences[:PROMPTS]]),
     ]
@@ -369,16 +372,16 @@ def test_a_saved_file_is_vllms(quads, saved):
 
 
 @pytest.fixture(scope="module")
-def expected(hot, sequences):
+def expected(sequences):
     """Log-probs with a preset's lists from two legal orders of summation, made once each."""
     found = {}
 
     def of(preset):
         if preset not in found:
             path = VLLM_FILES / f"{preset}.safetensors"
-            model = reference.load(hot, torch.bfloat16)
+            model = reference.load(ARITH_MOE, torch.bfloat16)
             use_compensation(model, path, reference.plain_matmul)
-            other = reference.load(hot, torch.bfloat16, attention="eager")
+            other = reference.load(ARITH_MOE, torch.bfloat16, attention="eager")
             reference.reorder_linears(other)
             use_compensation(other, path, reference.split_matmul)
             batch = sequences[:PROMPTS]
