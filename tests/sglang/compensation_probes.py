@@ -194,6 +194,9 @@ class CompensationProbes(Probes):
         getattr(self, action)()
         return [second, self.cached_tokens(sequence)]
 
+    def nothing(self) -> None:
+        """Leave everything as it is."""
+
     def refresh_while_running(self, cached: list[int], running: list[int]) -> dict[str, Any]:
         """A refresh while a request runs; what a prompt hits before, and when it has ended."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.sglang
 PROMPTS = 100
 CAPTURED = 12  # sequences in the batch that is looked into
 W4A16 = '{"quantization_config": {"act": "bf16"}}'
+PLAIN = '{"quantization_config": {"method": "nvfp4"}}'
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +45,14 @@ def run(arith_moe, sequences, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def w4a4(run, sequences):
-    """The default method, looked into."""
+    """Plain W4A4, looked into."""
     return run(
         ("report", "report", []),
         ("units", "inside", ["units"]),
         ("calls", "moe_calls", [sequences[:CAPTURED]]),
+        ("refresh", "error_of", ["quads_refresh"]),
         quantization="quads_nvfp4",
+        json_model_override_args=PLAIN,
     )
 
 
@@ -154,3 +157,8 @@ def test_report(w4a4):
     saved = report["bytes_before"] - report["bytes_after"]
     packed = experts // 2 + experts // 16 + 2 * 4 * 16 * 4
     assert saved == experts * 2 - packed, f"{report=}"
+
+
+def test_a_plain_engine_has_nothing_to_refresh(w4a4):
+    message = "ValueError: this engine compensates nothing: it was started with method 'nvfp4'"
+    assert message in w4a4["refresh"]
