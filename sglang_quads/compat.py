@@ -53,6 +53,7 @@ OLDEST, NEWEST = (0, 5, 12), (0, 5, 23)
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_REGISTRY = "sglang.srt.plugins.hook_registry"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
@@ -182,4 +183,13 @@ def exists(target: str) -> bool:
 def missing(targets: Iterable[str]) -> list[str]:
     """Those of our hooks that SGLang did not apply; it logs such errors and goes on."""
     found = [(t, pkgutil.resolve_name(t) if exists(t) else None) for t in targets]
-    return [target for target, function in found if not hasattr(function, "__wrapped__")]
+    return [target for target, function in found if not _hooked(function)]
+
+
+def _hooked(function: Any) -> bool:
+    """Whether one of a function's layers is a wrapper of the registry; others decorate too."""
+    while function is not None:
+        if getattr(function, "__globals__", {}).get("__name__") == _REGISTRY:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
