@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 # its HTTP server sends itself before it is up.
 WARM_UP = "quads-warm-up"
 NOT_COUNTED = ("HEALTH_CHECK", WARM_UP)
+# A request that was answered may not be drained for a few rounds of the scheduler's loop, in each of
+# which a flush is tried twice; that is nothing to warn of.
+PATIENCE = 8
 MOST_REQUESTS = 4096  # SGLang's own limit, unless it is given one
 
 
@@ -128,13 +131,13 @@ def _count_settled(runtime: Runtime) -> None:
 class FlushState:
     """The radix cache of one model's scheduler.
 
-    seen: versions of all ranks' lists, as last compared. due: a flush has to come. told: that it
-    waits.
+    seen: versions of all ranks' lists, as last compared. due: a flush has to come. failed: how
+    often it could not.
     """
 
     seen: list[int] = field(default_factory=list)
     due: bool = False
-    told: bool = False
+    failed: int = 0
 
 
 def note_changes(runtime: Runtime, state: FlushState) -> None:
@@ -155,7 +158,7 @@ def note_changes(runtime: Runtime, state: FlushState) -> None:
     check_alike(states)
     versions = [found["version"] for found in states]
     if versions != (state.seen or [found["start_version"] for found in states]):
-        state.due, state.told = True, False
+        state.due, state.failed = True, 0
     state.seen = versions
 
 
@@ -168,11 +171,11 @@ def flush_if_idle(scheduler: Any, state: FlushState) -> None:
         return
     if scheduler.is_fully_idle():
         scheduler.flush_cache()  # the hook on it notes the success
-    elif not state.told:
-        state.told = True
-        if not scheduler.server_args.disable_radix_cache:
-            logger.warning(
-                "quads_nvfp4: the selection changed while requests were running: they go on with "
-                "keys and values that were computed with the one before, and until none runs or "
-                "waits new requests find those in the radix cache too; then it is flushed"
-            )
+        return
+    state.failed += 1
+    if state.failed == PATIENCE and not scheduler.server_args.disable_radix_cache:
+        logger.warning(
+            "quads_nvfp4: the selection changed while requests were running: they go on with "
+            "keys and values that were computed with the one before, and until none runs or waits "
+            "new requests find those in the radix cache too; then it is flushed"
+        )
