@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 # its HTTP server sends itself before it is up.
 WARM_UP = "quads-warm-up"
 NOT_COUNTED = ("HEALTH_CHECK", WARM_UP)
-# A request that was answered may not be drained for a few rounds of the scheduler's loop, in each of
-# which a flush is tried twice; that is nothing to warn of.
+# An answered request may not be drained for some rounds of the scheduler's loop, in each of which a
+# flush is tried twice; that is nothing to warn of.
 PATIENCE = 8
 MOST_REQUESTS = 4096  # SGLang's own limit, unless it is given one
 
