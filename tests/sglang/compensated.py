@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
 from tests.checkpoints import ARITH_MOE
 
 SPLICE_COUNTS = {f"splice_count_{kind}": 16 for kind in ("w13", "w2", "linear")}
@@ -16,6 +19,8 @@ PROMPTS, FED = 60, 40  # sequences for log-probs, and those that are counted
 def options_of(preset: str, **more: object) -> dict:
     """Options of the method for a preset: everything is counted, lists choose early, and as many
     channels as were planted are spliced. ``quads_splice`` is for linears too."""
+    if preset == "nvfp4":
+        return {"method": preset, **more}
     counts = {} if preset == "quads" else SPLICE_COUNTS
     targets = "all" if preset == "quads_splice" else "auto"
     common = {"method": preset, "targets": targets, "sampling_rate": 1, "min_tokens": 8}
@@ -37,6 +42,12 @@ def heldout(count: int = 400) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(ARITH_MOE)
     texts = [prompt + answer for prompt, answer in module.heldout(count, seed=5)]
     return [tokenizer(text)["input_ids"] for text in texts]
+
+
+def vllm_logprobs(preset: str) -> list[torch.Tensor]:
+    """What vLLM gave for the first ``PROMPTS`` of ``heldout``."""
+    found = load_file(VLLM_FILES / f"{preset}-logprobs.safetensors")
+    return [found[str(i)] for i in range(PROMPTS)]
 
 
 def hot_checkpoint(target: Path) -> Path:

@@ -3,8 +3,8 @@
     .venv/bin/python -m tests.sglang.make_vllm_files
 
 Needs vLLM's CPU environment. For each preset an engine on arith-moe serves some problems,
-refreshes, saves its selection and says the log-probs of others. Run it again
-when the numbers are meant to change (the quantizer, the statistics, the selection file).
+refreshes, saves its selection and says the log-probs of others; a plain one says those only. Run it
+again when the numbers are meant to change (the quantizer, the statistics, the selection file).
 """
 
 import json
@@ -30,11 +30,14 @@ def make(preset: str, folder: Path) -> None:
     sequences = heldout()
     path = VLLM_FILES / f"{preset}.safetensors"
     options = options_of(preset)
-    probes = [
+    selection = [
         ("fed", "generate", [sequences[PROMPTS : PROMPTS + FED], 5]),
         ("refreshed", "refresh", []),
         ("synced", "reload", [str(ARITH_MOE)]),  # which brings BF16 columns into force
         ("saved", "save", [str(path)]),
+    ]
+    probes = [
+        *(selection if preset != "nvfp4" else ()),
         ("logprobs", "logprobs", [sequences[:PROMPTS]]),
     ]
     found = run_engine(
@@ -53,7 +56,7 @@ def main() -> None:
     """Make all, or those that the command line names."""
     VLLM_FILES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        for preset in sys.argv[1:] or ("quads", "quads_splice", "foursight"):
+        for preset in sys.argv[1:] or ("nvfp4", "quads", "quads_splice", "foursight"):
             make(preset, Path(folder))
 
 

@@ -10,8 +10,6 @@ import re
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 
 from quads_common.compensation import read_selection_file
 from quads_common.ops import quads_linear, quads_moe
@@ -25,6 +23,7 @@ from tests.sglang.compensated import (
     hot_checkpoint,
     options_of,
     override,
+    vllm_logprobs,
 )
 from tests.sglang.compensated_reference import use_compensation
 from tests.sglang.engine import run_engine
@@ -397,9 +396,7 @@ def test_presets_end_to_end(served, expected, preset):
     first, other = expected(preset)
     noise = differences(first, other)
     ours = served[preset]["logprobs"]
-    with safe_open(VLLM_FILES / f"{preset}-logprobs.safetensors", "pt") as file:
-        vllms = [file.get_tensor(str(i)) for i in range(len(ours))]
-    for what, theirs in (("transformers", first), ("vLLM", vllms)):
+    for what, theirs in (("transformers", first), ("vLLM", vllm_logprobs(preset))):
         gap = differences(ours, theirs)
         print(f"{preset}: {what} {gap.mean()=} {noise.mean()=}")
         assert gap.mean() <= 1.5 * noise.mean(), f"{what}: {gap.mean()=} {noise.mean()=}"
@@ -453,13 +450,3 @@ def test_half_an_update_changes_no_list(foursight, hot):
 def test_nothing_to_compensate_stops_the_engine(engine):
     with pytest.raises(RuntimeError, match=r"compensate \['linear'\] with method 'quads' names no"):
         engine({"compensate": ["linear"]}, [])
-
-
-def test_the_files_of_vllm_are_of_these_options():
-    """``make_vllm_files`` was run since they changed."""
-    for preset in PRESETS:
-        saved = read_selection_file(VLLM_FILES / f"{preset}.safetensors")
-        assert saved.tp_size == 1
-        assert load_file(VLLM_FILES / f"{preset}-logprobs.safetensors").keys() == {
-            str(i) for i in range(PROMPTS)
-        }
