@@ -14,6 +14,7 @@ from tests.checkpoints import ARITH_MOE
 SPLICE_COUNTS = {f"splice_count_{kind}": 16 for kind in ("w13", "w2", "linear")}
 VLLM_FILES = Path(__file__).parent / "vllm_files"
 PROMPTS, FED = 60, 40  # sequences for log-probs, and those that are counted
+CAPTURED, ALONE = 12, 12  # those of the batches that are looked into, and that are sent one by one
 
 
 def options_of(preset: str, **more: object) -> dict:

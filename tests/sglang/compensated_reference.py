@@ -13,8 +13,11 @@ from quads_common.compensation import InputCompensation, read_selection_file
 from quads_common.compensation.operands import Operands, compensated_operands, gather_columns
 from quads_common.packing import unscaled_values
 from quads_common.quantize import quantize
+from tests.checkpoints import ARITH_MOE
+from tests.sglang.compensated import PROMPTS, VLLM_FILES, heldout, vllm_logprobs
 from tests.vllm import reference
 from tests.vllm.reference import Matmul
+from tests.vllm.test_served_numerics import differences
 
 
 class Weight:
@@ -113,3 +116,35 @@ def replace_experts(experts: torch.nn.Module, name: str, lists: Lists, matmul: M
         return total.to(x.dtype)
 
     experts.forward = forward
+
+
+def check_logprobs(preset: str, ours: list[torch.Tensor]) -> None:
+    """An engine's log-probs on arith-moe with vLLM's lists, against transformers and vLLM.
+
+    Raises:
+        AssertionError: further away than 1.5 times what another legal order of summation makes.
+    """
+    path, batch = VLLM_FILES / f"{preset}.safetensors", heldout(PROMPTS)
+    model = reference.load(ARITH_MOE, torch.bfloat16)
+    use_compensation(model, path, reference.plain_matmul)
+    other = reference.load(ARITH_MOE, torch.bfloat16, attention="eager")
+    reference.reorder_linears(other)
+    use_compensation(other, path, reference.split_matmul)
+    expected = reference.logprobs(model, batch)
+    noise = differences(expected, reference.logprobs(other, batch))
+    for what, theirs in (("transformers", expected), ("vLLM", vllm_logprobs(preset))):
+        gap = differences(ours, theirs)
+        print(f"{preset}: {what} {gap.mean()=} {noise.mean()=}")
+        assert gap.mean() <= 1.5 * noise.mean(), f"{what}: {gap.mean()=} {noise.mean()=}"
+        assert gap.quantile(0.99) <= 1.5 * noise.quantile(0.99), (
+            f"{what}: {gap.quantile(0.99)=} {noise.quantile(0.99)=}"
+        )
+
+
+def check_lists(preset: str, lists: dict) -> None:
+    """An engine's lists on one rank are those of vLLM's file."""
+    saved = read_selection_file(VLLM_FILES / f"{preset}.safetensors")
+    assert lists.keys() == saved.sites.keys()
+    for site, found in lists.items():
+        for name in ("blocks", "channels"):
+            assert found[name] == saved.tensors[f"{site}/selection_{name}"].tolist(), site

@@ -12,9 +12,9 @@ import torch
 from quads_common.format import QuantizedTensor
 from tests.common.reference import ULP, Interval, Matrix
 from tests.compensation.reference import Lists, bounded, encode, linear
-from tests.vllm.test_served_numerics import check_activation
+from tests.vllm.test_served_numerics import check_activation, stored
 
-__all__ = ["check_linear", "check_moe", "lists_of"]
+__all__ = ["check_layers", "linear_weight"]
 
 
 def lists_of(found: dict[str, Any], group: int, unit: int, rac: bool) -> Lists:
@@ -63,3 +63,23 @@ def matrix(stack: QuantizedTensor, expert: int) -> Matrix:
     return Matrix.of(
         QuantizedTensor(stack.packed[expert], stack.block_scale[expert], stack.global_scale[expert])
     )
+
+
+def check_layers(calls, units, rac=True):
+    """Every captured call of experts and linears is legal."""
+    kinds = {"experts": 0, "linears": 0}
+    for call in calls:
+        if "w13" in call:
+            check_moe(call, *stored(units, call["layer"]), rac)
+            kinds["experts"] += 1
+        else:
+            check_linear(call, linear_weight(units, call["layer"]), rac)
+            kinds["linears"] += 1
+    return kinds
+
+
+def linear_weight(units, layer):
+    """The [N, K] weight of a linear layer as the engine holds it."""
+    found = units[f"{layer}[0]"]
+    scale = found["block_scale"].view(torch.float8_e4m3fn)
+    return QuantizedTensor(found["packed"], scale, found["global_scale"].reshape(()))

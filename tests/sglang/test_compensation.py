@@ -1,9 +1,8 @@
-"""Compensation in a running engine: statistics, refreshes, files, BF16 columns, the radix cache.
+"""Compensation in a running engine: statistics, layers, refreshes, files, the radix cache.
 
-One engine runs ``quads_splice`` on every layer of arith-moe with planted hot channels and is looked
-into most, one starts with ``quads`` from a file of vLLM's, two run ``foursight``, the second from
-what the first saved. ``vllm_files`` holds selections that vLLM saved on arith-moe as it is, and its
-log-probs with them; the engines get those weights before they are compared.
+One engine answers everything here: ``quads_splice`` on every layer of arith-moe with planted hot
+channels. At its end it gets arith-moe's weights as they are, and a selection that vLLM saved on
+them.
 """
 
 import re
@@ -11,73 +10,33 @@ import re
 import pytest
 import torch
 
-from quads_common.compensation import read_selection_file
 from quads_common.ops import quads_linear, quads_moe
 from tests.checkpoints import ARITH_MOE
 from tests.sglang.compensated import (
+    ALONE,
+    CAPTURED,
     FED,
     PROMPTS,
     VLLM_FILES,
     heldout,
     hot_channels,
-    hot_checkpoint,
     options_of,
-    override,
-    vllm_logprobs,
 )
-from tests.sglang.compensated_reference import use_compensation
-from tests.sglang.engine import run_engine
-from tests.sglang.layer_check import check_linear, check_moe
-from tests.vllm import reference
-from tests.vllm.test_compensation import assert_columns, check_counts
-from tests.vllm.test_served_numerics import differences, stored
+from tests.sglang.compensated_reference import check_lists, check_logprobs
+from tests.sglang.layer_check import check_layers, linear_weight
+from tests.vllm.test_compensation import check_counts
+from tests.vllm.test_served_numerics import stored
 
 pytestmark = pytest.mark.sglang
 
 # Cuts prompts into chunks and mixes decodes into them.
 SMALL_STEPS = {"chunked_prefill_size": 120, "max_running_requests": 40, "enable_mixed_chunk": True}
-CAPTURED = 12  # sequences in the batches that are looked into
-ALONE = 12  # sequences that are sent one by one
 
 
 @pytest.fixture(scope="module")
-def hot(tmp_path_factory):
-    """arith-moe with its hot channels 32 times as large."""
-    return hot_checkpoint(tmp_path_factory.mktemp("hot") / "checkpoint")
-
-
-@pytest.fixture(scope="module")
-def sequences():
-    """Held-out problems, as vLLM was given them."""
-    return heldout()
-
-
-@pytest.fixture(scope="module")
-def engine(hot, tmp_path_factory):
-    """Run probes in an engine with the given options of the method."""
-
-    def run(options, probes, model=hot, **engine_options):
-        return run_engine(
-            tmp_path_factory.mktemp("engine"),
-            model,
-            probes,
-            quantization="quads_nvfp4",
-            json_model_override_args=override(options),
-            **engine_options,
-        )
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Where engines save their selections."""
-    return tmp_path_factory.mktemp("saved")
-
-
-@pytest.fixture(scope="module")
-def spliced(engine, hot, sequences, saved):
+def spliced(compensated, hot, tmp_path_factory):
     """The engine that is looked into most."""
+    sequences, saved = heldout(), tmp_path_factory.mktemp("saved")
     fed, others = sequences[PROMPTS : PROMPTS + FED], sequences[PROMPTS + FED :]
     long = [token for ids in fed for token in ids][:200]
     file, batch, alone = str(saved / "splice"), sequences[:CAPTURED], sequences[:ALONE]
@@ -116,7 +75,7 @@ def spliced(engine, hot, sequences, saved):
         ("vLLM's lists", "lists", []),
         ("logprobs", "logprobs", [sequences[:PROMPTS]]),
     ]
-    return engine(options_of("quads_splice"), probes, **SMALL_STEPS)
+    return compensated(options_of("quads_splice"), probes, **SMALL_STEPS)
 
 
 def test_statistics_equal_the_rows_that_were_served(spliced):
@@ -142,28 +101,6 @@ def test_planted_channels_are_found(spliced, hot):
         assert before[site]["blocks"] == [list(range(16))]
         assert after[site]["channels"] == [sorted(planted)]
         assert sum(b >= 0 for b in after[site]["blocks"][0]) == 8
-
-
-def check_layers(calls, units, rac=True):
-    """Every captured call of experts and linears is legal."""
-    kinds = {"experts": 0, "linears": 0}
-    for call in calls:
-        if "w13" in call:
-            check_moe(call, *stored(units, call["layer"]), rac)
-            kinds["experts"] += 1
-        else:
-            check_linear(call, linear_weight(units, call["layer"]), rac)
-            kinds["linears"] += 1
-    return kinds
-
-
-def linear_weight(units, layer):
-    """The [N, K] weight of a linear layer as the engine holds it."""
-    from quads_common.format import QuantizedTensor
-
-    found = units[f"{layer}[0]"]
-    scale = found["block_scale"].view(torch.float8_e4m3fn)
-    return QuantizedTensor(found["packed"], scale, found["global_scale"].reshape(()))
 
 
 # Hot channels and blocks of w13's input that are in force.
@@ -291,162 +228,15 @@ def test_the_radix_cache_is_flushed(spliced):
     assert spliced["log"].count("the selection changed while requests were running") == 1
 
 
-# Against vLLM, and the noise floor ---------------------------------------------------------------
+def test_a_file_of_vllm_is_taken_over(spliced):
+    check_lists("quads_splice", spliced["vLLM's lists"][0])
 
 
-@pytest.fixture(scope="module")
-def quads(engine, sequences, saved):
-    """Starts with ``quads`` from a file of vLLM's, and saves it again."""
-    options = options_of("quads", selection_file=str(VLLM_FILES / "quads.safetensors"))
-    probes = [
-        ("vLLM's lists", "lists", []),
-        ("logprobs", "logprobs", [sequences[:PROMPTS]]),
-        ("saved", "save", [str(saved / "quads")]),
-    ]
-    return engine(options, probes, model=ARITH_MOE)
-
-
-@pytest.fixture(scope="module")
-def foursight(engine, hot, sequences, saved):
-    """Calibrated, updated, half updated, with vLLM's file; one that starts with the first's."""
-    path = str(saved / "foursight")
-    prompts = [f"{100 + 7 * i}+{20 + 31 * i}=" for i in range(60)]
-    batch, alone = sequences[:CAPTURED], sequences[:ALONE]
-    probes = [
-        ("units", "inside", ["units"]),
-        ("calibrated", "calibrated", [prompts, path]),
-        ("waiting", "lists", []),
-        ("uncompensated", "alone", [alone]),
-        ("updated", "by_tensors", [str(hot)]),
-        ("lists", "lists", []),
-        ("columns", "columns", []),
-        ("alone", "alone", [alone]),
-        ("layers, foursight", "layers", [batch]),
-        ("fed", "generate", [sequences[PROMPTS : PROMPTS + FED], 5]),
-        ("half", "update_without", [str(hot), "experts.3."]),
-        ("whole", "update_without", [str(hot), "none is skipped"]),
-        ("loaded", "load", [str(VLLM_FILES / "foursight.safetensors")]),
-        ("arith-moe", "synced", [str(ARITH_MOE)]),
-        ("vLLM's lists", "lists", []),
-        ("logprobs", "logprobs", [sequences[:PROMPTS]]),
-    ]
-    first = engine(options_of("foursight"), probes)
-    probes = [("lists", "lists", []), ("columns", "columns", []), ("alone", "alone", [alone])]
-    second = engine(options_of("foursight", selection_file=path), probes)
-    return first, second
-
-
-@pytest.fixture(scope="module")
-def served(spliced, quads, foursight):
-    """Engines that hold vLLM's lists, by preset."""
-    return {"quads_splice": spliced, "quads": quads, "foursight": foursight[0]}
-
-
-PRESETS = ("quads", "quads_splice", "foursight")
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_file_of_vllm_is_taken_over(served, preset):
-    saved = read_selection_file(VLLM_FILES / f"{preset}.safetensors")
-    (lists,) = served[preset]["vLLM's lists"]
-    assert lists.keys() == saved.sites.keys()
-    for site, found in lists.items():
-        for name in ("blocks", "channels"):
-            assert found[name] == saved.tensors[f"{site}/selection_{name}"].tolist(), site
-
-
-def test_a_saved_file_is_vllms(quads, saved):
-    """Same sites, options, tensors: what vLLM saved, SGLang loaded and saved, vLLM loads again."""
-    ours, theirs = (
-        read_selection_file(path) for path in (saved / "quads", VLLM_FILES / "quads.safetensors")
-    )
-    assert (ours.tp_size, ours.options, ours.sites) == (
-        theirs.tp_size,
-        theirs.options,
-        theirs.sites,
-    )
-    assert ours.tensors.keys() == theirs.tensors.keys()
-    shaping = [name for name in theirs.tensors if "selection_" in name]
-    assert shaping and all(torch.equal(ours.tensors[n], theirs.tensors[n]) for n in shaping)
-
-
-@pytest.fixture(scope="module")
-def expected(sequences):
-    """Log-probs with a preset's lists from two legal orders of summation, made once each."""
-    found = {}
-
-    def of(preset):
-        if preset not in found:
-            path = VLLM_FILES / f"{preset}.safetensors"
-            model = reference.load(ARITH_MOE, torch.bfloat16)
-            use_compensation(model, path, reference.plain_matmul)
-            other = reference.load(ARITH_MOE, torch.bfloat16, attention="eager")
-            reference.reorder_linears(other)
-            use_compensation(other, path, reference.split_matmul)
-            batch = sequences[:PROMPTS]
-            found[preset] = [reference.logprobs(m, batch) for m in (model, other)]
-        return found[preset]
-
-    return of
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_end_to_end(served, expected, preset):
+def test_end_to_end(spliced):
     """Within the noise of another order of summation: to transformers, and to vLLM."""
-    first, other = expected(preset)
-    noise = differences(first, other)
-    ours = served[preset]["logprobs"]
-    for what, theirs in (("transformers", first), ("vLLM", vllm_logprobs(preset))):
-        gap = differences(ours, theirs)
-        print(f"{preset}: {what} {gap.mean()=} {noise.mean()=}")
-        assert gap.mean() <= 1.5 * noise.mean(), f"{what}: {gap.mean()=} {noise.mean()=}"
-        assert gap.quantile(0.99) <= 1.5 * noise.quantile(0.99), (
-            f"{what}: {gap.quantile(0.99)=} {noise.quantile(0.99)=}"
-        )
+    check_logprobs("quads_splice", spliced["logprobs"])
 
 
-# BF16 columns ------------------------------------------------------------------------------------
-
-
-def test_bf16_columns_wait_for_an_update(foursight, hot):
-    first, _ = foursight
-    assert not first["calibrated"]["applied"]
-    assert first["calibrated"]["sites"] == 8
-    assert all(c == [-1] * 16 for site in first["waiting"][0].values() for c in site["channels"])
-    for layer, planted in enumerate(hot_channels(hot)):
-        site = f"model.layers.{layer}.mlp.experts.w13"
-        assert first["lists"][0][site]["channels"] == [sorted(planted)]
-    assert_columns(first, hot)
-    assert "the refresh takes effect with the next sync" in first["log"]
-
-
-def test_layers_with_bf16_columns(foursight):
-    calls = foursight[0]["layers, foursight"]
-    kinds = check_layers(calls, foursight[0]["units"][0], rac=False)
-    assert kinds["experts"] >= 4 and not kinds["linears"]
-
-
-def test_an_engine_starts_with_bf16_columns(foursight, hot):
-    """And gives the outputs of the one that saved the file."""
-    first, second = foursight
-    assert second["lists"] == first["lists"]
-    assert_columns(second, hot)
-    for a, b in zip(first["alone"], second["alone"], strict=True):
-        assert torch.equal(a, b)
-    other = zip(first["alone"], first["uncompensated"], strict=True)
-    assert not all(torch.equal(a, b) for a, b in other), "the columns change nothing"
-
-
-def test_half_an_update_changes_no_list(foursight, hot):
-    """Lists, codes and columns belong together, whatever came."""
-    first, _ = foursight
-    assert first["half"]["lists"] == first["lists"]
-    assert_columns(first["half"], hot)
-    assert "8 inputs keep their hot channels, because the sync did not bring all" in first["log"]
-    assert first["whole"]["lists"] != first["lists"], "other sequences changed no list"
-    assert_columns(first["whole"], hot)
-
-
-def test_nothing_to_compensate_stops_the_engine(engine):
+def test_nothing_to_compensate_stops_the_engine(compensated):
     with pytest.raises(RuntimeError, match=r"compensate \['linear'\] with method 'quads' names no"):
-        engine({"compensate": ["linear"]}, [])
+        compensated({"compensate": ["linear"]}, [])
