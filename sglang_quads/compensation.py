@@ -28,8 +28,8 @@ from sglang_quads.metrics import publish
 __all__ = [
     "WARM_UP",
     "FlushState",
-    "flush_if_idle",
     "new_runtime",
+    "next_batch",
     "note_changes",
     "real_tokens",
     "rows_unknown",
@@ -42,9 +42,7 @@ logger = logging.getLogger(__name__)
 # its HTTP server sends itself before it is up.
 WARM_UP = "quads-warm-up"
 NOT_COUNTED = ("HEALTH_CHECK", WARM_UP)
-# An answered request may not be drained for some rounds of the scheduler's loop, in each of which a
-# flush is tried twice; that is nothing to warn of.
-PATIENCE = 8
+MOST_HELD = 16  # rounds, should something else than requests keep a scheduler from being idle
 MOST_REQUESTS = 4096  # SGLang's own limit, unless it is given one
 
 
@@ -131,13 +129,14 @@ def _count_settled(runtime: Runtime) -> None:
 class FlushState:
     """The radix cache of one model's scheduler.
 
-    seen: versions of all ranks' lists, as last compared. due: a flush has to come. failed: how
-    often it could not.
+    seen: versions of all ranks' lists, as last compared. due: a flush has to come. told: that it
+    waits. held: rounds in which new requests waited for it.
     """
 
     seen: list[int] = field(default_factory=list)
     due: bool = False
-    failed: int = 0
+    told: bool = False
+    held: int = 0
 
 
 def note_changes(runtime: Runtime, state: FlushState) -> None:
@@ -158,24 +157,46 @@ def note_changes(runtime: Runtime, state: FlushState) -> None:
     check_alike(states)
     versions = [found["version"] for found in states]
     if versions != (state.seen or [found["start_version"] for found in states]):
-        state.due, state.failed = True, 0
+        state.due, state.told, state.held = True, False, 0
     state.seen = versions
 
 
-def flush_if_idle(scheduler: Any, state: FlushState) -> None:
-    """Flush the radix cache if that is due and no request runs or waits.
+def next_batch(original: Any, scheduler: Any, state: FlushState, *args: Any, **kwargs: Any) -> Any:
+    """``get_next_batch_to_run``, which looks prefixes up, with a flush before it if that is due.
 
-    SGLang cannot flush it earlier; a WARNING says so once.
+    SGLang can flush when no request runs. One that was answered may not be drained for a round or
+    two of its loop; new ones wait that long. While requests run, new ones are taken in as always; a
+    WARNING says what they find.
     """
     if not state.due:
-        return
-    if scheduler.is_fully_idle():
-        scheduler.flush_cache()  # the hook on it notes the success
-        return
-    state.failed += 1
-    if state.failed == PATIENCE and not scheduler.server_args.disable_radix_cache:
+        return original(scheduler, *args, **kwargs)
+    waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
+    try:
+        if not nothing_runs(scheduler):
+            _tell(scheduler, state)
+        elif scheduler.is_fully_idle():
+            scheduler.flush_cache()  # the hook on it notes the success
+        elif state.held < MOST_HELD:
+            state.held += 1
+            return original(scheduler, *args, **kwargs)
+    finally:
+        scheduler.waiting_queue = waiting + scheduler.waiting_queue
+    return original(scheduler, *args, **kwargs)
+
+
+def nothing_runs(scheduler: Any) -> bool:
+    """Whether all requests that the scheduler took in have ended, be they drained or not."""
+    names = ("running_batch", "last_batch", "cur_batch")
+    batches = [getattr(scheduler, name, None) for name in names]
+    requests = [request for batch in batches if batch is not None for request in batch.reqs or ()]
+    return scheduler.chunked_req is None and all(request.finished() for request in requests)
+
+
+def _tell(scheduler: Any, state: FlushState) -> None:
+    if not state.told and not scheduler.server_args.disable_radix_cache:
         logger.warning(
-            "quads_nvfp4: the selection changed while requests were running: they go on with "
-            "keys and values that were computed with the one before, and until none runs or waits "
-            "new requests find those in the radix cache too; then it is flushed"
+            "quads_nvfp4: the selection changed while requests were running: they go on with keys "
+            "and values that were computed with the one before, and until none runs new requests "
+            "find those in the radix cache too; then it is flushed"
         )
+    state.told = True

@@ -10,7 +10,7 @@
 5. ``WeightChecker.handle``: fingerprints, the report and the end of a sync (``client``).
 6. Cache flush, release and resume of memory: boundaries, lost weights.
 7. ``ModelRunner.forward``: lost weights; how many rows are tokens. ``Scheduler.flush_cache`` and
-   ``.process_input_requests``: the radix cache holds results of another model once lists changed.
+   ``.get_next_batch_to_run``: the radix cache holds results of another model once lists changed.
    ``GenerateReqInput.normalize_batch_and_arguments``: a server's own warm-up is not counted.
 """
 
@@ -28,7 +28,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from quads_common.backend import general_backend
 from quads_common.options import QUANT_METHOD
 from sglang_quads import actions, compat, sync
-from sglang_quads.compensation import WARM_UP, flush_if_idle, real_tokens
+from sglang_quads.compensation import WARM_UP, next_batch, real_tokens
 from sglang_quads.config import (
     ENVIRONMENT_VARIABLE,
     QuadsNvfp4Config,
@@ -79,7 +79,7 @@ def _hooks() -> dict[str, tuple[tuple[HookType, ...], tuple[Any, ...]]]:
         release: ((before, after), (end_at_release, forget_released)),
         resume: ((after,), (end_at_resume,)),
         f"{_SCHEDULER}.flush_cache": ((after,), (note_flush,)),
-        f"{_SCHEDULER}.process_input_requests": ((around,), (flush_changed,)),
+        f"{_SCHEDULER}.get_next_batch_to_run": ((around,), (flush_changed,)),
         f"{_REQUEST}.normalize_batch_and_arguments": ((before,), (name_warm_up,)),
     }
     for target, kind in compat.update_targets().items():
@@ -270,14 +270,11 @@ def end_at_resume(_: Any, manager: Any, request: Any) -> None:
 
 
 def flush_changed(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Flush what changed lists made stale before requests come in, and after orders did."""
+    """Flush what changed lists made stale before anything is looked up there."""
     config = config_of(scheduler.tp_worker.model_runner.model)
     if config is None or config.runtime is None:
         return original(scheduler, *args, **kwargs)
-    flush_if_idle(scheduler, config.flush)
-    result = original(scheduler, *args, **kwargs)
-    flush_if_idle(scheduler, config.flush)
-    return result
+    return next_batch(original, scheduler, config.flush, *args, **kwargs)
 
 
 def note_flush(success: bool, scheduler: Any, *_: Any, **__: Any) -> None:

@@ -11,7 +11,6 @@ from quads_common.options import QuadsOptions
 from sglang_quads import actions, compat, compensation, hooks, metrics
 from sglang_quads.compensation import (
     FlushState,
-    flush_if_idle,
     most_tokens,
     note_changes,
     real_tokens,
@@ -148,24 +147,49 @@ def test_the_map_is_cleared_after_each_forward_even_a_failing_one():
     assert runner.calls == [3, "end", 0, 4, "end"]
 
 
+class Request:
+    """Of a scheduler; ends when it is told to."""
+
+    def __init__(self):
+        self.ended = False
+
+    def finished(self):
+        return self.ended
+
+
 class Scheduler:
-    """A scheduler with a radix cache; busy while ``running``."""
+    """SGLang's, as far as the radix cache goes. ``last_batch`` is drained by the next round."""
 
     def __init__(self, disable_radix_cache=False):
-        self.running, self.flushes, self.state = False, 0, FlushState()
+        self.flushes, self.state, self.busy = 0, FlushState(), False
+        self.waiting_queue, self.chunked_req, self.last_batch = [], None, None
+        self.running_batch = SimpleNamespace(reqs=[])
         self.server_args = SimpleNamespace(disable_radix_cache=disable_radix_cache)
         model = SimpleNamespace(quads_config=SimpleNamespace(flush=self.state, runtime=object()))
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+        self.taken = []  # (request, flushes before it was looked up)
 
     def is_fully_idle(self):
-        return not self.running
+        drained = self.last_batch is None and not self.running_batch.reqs
+        return drained and not self.busy and not self.waiting_queue
 
     def flush_cache(self):
-        self.flushes += 1
-        hooks.note_flush(not self.running, self)
+        good = self.is_fully_idle()
+        self.flushes += good
+        hooks.note_flush(good, self)
+
+    def run(self, request):
+        self.running_batch.reqs.append(request)
+        self.last_batch = SimpleNamespace(reqs=[request])
+
+    def get_next_batch_to_run(self):
+        self.taken += [(request, self.flushes) for request in self.waiting_queue]
+        self.waiting_queue = []
+        self.running_batch.reqs = [r for r in self.running_batch.reqs if not r.ended]
+        self.last_batch = self.running_batch if self.running_batch.reqs else None
 
     def step(self):
-        flush_if_idle(self, self.state)
+        hooks.flush_changed(Scheduler.get_next_batch_to_run, self)
 
 
 def runtime(version, start=0, digest="a"):
@@ -196,27 +220,51 @@ def test_the_radix_cache_is_flushed_once_for_each_change(one_rank, told):
 
 @pytest.mark.parametrize("disabled, warnings", [(False, 2), (True, 0)])
 def test_a_flush_waits_for_running_requests(one_rank, told, disabled, warnings):
-    scheduler = Scheduler(disabled)
-    scheduler.running = True
+    """While they run, others are taken in; when none does, the flush comes before the next."""
+    scheduler, running = Scheduler(disabled), Request()
+    scheduler.run(running)
     for version in (1, 2):
         note_changes(runtime(version), scheduler.state)
-        for _ in range(compensation.PATIENCE - 1):
-            scheduler.step()
-        assert len(told) == warnings * (version - 1) // 2, "it may be about to end"
+        scheduler.waiting_queue.append(f"request {version}")
         for _ in range(3):
             scheduler.step()
+    assert scheduler.taken == [("request 1", 0), ("request 2", 0)]
     assert scheduler.flushes == 0 and len(told) == warnings
-    scheduler.running = False
-    calls = []
+    running.ended = True  # but is not drained when the next request is there
+    scheduler.waiting_queue.append("request 3")
+    for _ in range(3):
+        scheduler.step()
+    assert scheduler.taken[2:] == [("request 3", 1)]
+    assert scheduler.flushes == 1 and len(told) == warnings
 
-    def requests_come_in(_):
-        calls.append(scheduler.flushes)
-        scheduler.running = True
 
-    hooks.flush_changed(requests_come_in, scheduler)
-    assert calls == [1], "before anything is looked up in the cache again"
+def test_a_flush_comes_before_a_request_of_the_same_round(one_rank, told):
+    scheduler = Scheduler()
+    note_changes(runtime(1), scheduler.state)
+    scheduler.waiting_queue.append("request")
     scheduler.step()
-    assert scheduler.flushes == 1
+    assert scheduler.taken == [("request", 1)] and not told
+
+
+def test_prompts_in_chunks_are_running(one_rank, told):
+    scheduler = Scheduler()
+    scheduler.chunked_req = Request()
+    note_changes(runtime(1), scheduler.state)
+    scheduler.step()
+    assert scheduler.flushes == 0 and len(told) == 1
+
+
+def test_requests_do_not_wait_forever(one_rank, told):
+    """Something else than a request keeps the scheduler from being idle."""
+    scheduler = Scheduler()
+    scheduler.busy = True
+    note_changes(runtime(1), scheduler.state)
+    scheduler.waiting_queue.append("request")
+    for _ in range(compensation.MOST_HELD):
+        scheduler.step()
+    assert scheduler.taken == [] and scheduler.waiting_queue == ["request"]
+    scheduler.step()
+    assert scheduler.taken == [("request", 0)] and scheduler.state.due
 
 
 def test_whoever_flushes_makes_up_for_it(one_rank, told):
