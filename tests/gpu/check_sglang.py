@@ -296,9 +296,12 @@ def compensation_checks(seen: dict[str, Any]) -> list[tuple[str, bool, str]]:
     for name in ("graphs", "eager"):
         tokens, sites = seen[f"counted, {name}"]["tokens"], seen[f"counted, {name}"]["sites"]
         shared = [s for n, s in sites.items() if n.endswith(".w13")]
-        once = all(s["offered"] == tokens and s["count"] == [tokens] for s in shared)
-        top_k = {sum(s["count"]) / tokens for n, s in sites.items() if n.endswith(".w2")}
-        figures = f"{tokens} tokens, {top_k} experts each"
+        counts = {n for s in shared for n in (s["offered"], *s["count"])}
+        # The overlap scheduler hears of a sequence's end after one step more. Padding would be at
+        # least three rows for each of three steps.
+        once = len(counts) == 1 and counts <= {tokens, tokens + 5}
+        top_k = {sum(s["count"]) / max(counts) for n, s in sites.items() if n.endswith(".w2")}
+        figures = f"{tokens} tokens, {counts} counted, {top_k} experts each"
         found.append((f"every token counted once, {name}", once and len(top_k) == 1, figures))
     gap = statistics_gap(*(seen[f"counted, {n}"]["sites"] for n in ("graphs", "eager")))
     # Outputs of other batch shapes differ by bfloat16 roundings, which pass through the layers.
