@@ -138,7 +138,7 @@ class CompensationProbes(Probes):
         """The weights of a checkpoint, in buckets, with a flush at the end."""
         self.update(updates.tensors, syncing.as_they_are(weights_of(path)))
 
-    def synced(self, path: str) -> dict[str, Any]:
+    def from_disk(self, path: str) -> dict[str, Any]:
         """An update from disk with the weights that are there already: what it moves."""
         before = {"prints": self.fingerprints(), "buffers": self.buffers(), "lists": self.lists()}
         updates.flush(self.engine)

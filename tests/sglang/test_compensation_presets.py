@@ -71,7 +71,7 @@ def foursight(compensated, hot, sequences, saved):
         ("half", "update_without", [str(hot), "experts.3."]),
         ("whole", "update_without", [str(hot), "none is skipped"]),
         ("loaded", "load", [str(VLLM_FILES / "foursight.safetensors")]),
-        ("arith-moe", "synced", [str(ARITH_MOE)]),
+        ("arith-moe", "from_disk", [str(ARITH_MOE)]),
         ("vLLM's lists", "lists", []),
         ("logprobs", "logprobs", [sequences[:PROMPTS]]),
     ]
