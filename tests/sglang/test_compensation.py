@@ -73,7 +73,7 @@ def spliced(compensated, hot, tmp_path_factory):
         ("arith-moe", "from_disk", [str(ARITH_MOE)]),
         ("vLLM's loaded", "load", [str(VLLM_FILES / "quads_splice.safetensors")]),
         ("vLLM's lists", "lists", []),
-        ("logprobs", "logprobs", [sequences[:PROMPTS]]),
+        ("logprobs", "alone", [sequences[:PROMPTS]]),
     ]
     return compensated(options_of("quads_splice"), probes, **SMALL_STEPS)
 

@@ -45,7 +45,7 @@ def quads(compensated, sequences, saved):
     options = options_of("quads", selection_file=str(VLLM_FILES / "quads.safetensors"))
     probes = [
         ("vLLM's lists", "lists", []),
-        ("logprobs", "logprobs", [sequences[:PROMPTS]]),
+        ("logprobs", "alone", [sequences[:PROMPTS]]),
         ("saved", "save", [str(saved / "quads")]),
     ]
     return compensated(options, probes, model=ARITH_MOE)
@@ -73,7 +73,7 @@ def foursight(compensated, hot, sequences, saved):
         ("loaded", "load", [str(VLLM_FILES / "foursight.safetensors")]),
         ("arith-moe", "from_disk", [str(ARITH_MOE)]),
         ("vLLM's lists", "lists", []),
-        ("logprobs", "logprobs", [sequences[:PROMPTS]]),
+        ("logprobs", "alone", [sequences[:PROMPTS]]),
     ]
     first = compensated(options_of("foursight"), probes)
     probes = [("lists", "lists", []), ("columns", "columns", []), ("alone", "alone", [alone])]

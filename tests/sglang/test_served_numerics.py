@@ -53,7 +53,7 @@ def w4a4(run, sequences):
         ("units", "inside", ["units"]),
         ("calls", "moe_calls", [sequences[:CAPTURED]]),
         ("refresh", "error_of", ["quads_refresh"]),
-        ("vLLM's", "logprobs", [heldout(PROMPTS_OF_VLLM)]),
+        ("vLLM's", "alone", [heldout(PROMPTS_OF_VLLM)]),
         quantization="quads_nvfp4",
         json_model_override_args=PLAIN,
     )
