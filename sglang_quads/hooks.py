@@ -177,7 +177,8 @@ def prepare(result: Any, model_config: Any, load_config: Any, *_: Any, **__: Any
     """Complete our configuration, once SGLang has made it.
 
     Raises:
-        RuntimeError: SGLang did not apply one of the hooks.
+        RuntimeError: SGLang did not apply one of the hooks, or loads a model in some other way
+            than ``ModelRunner.load_model``.
     """
     if not isinstance(result, QuadsNvfp4Config):
         return
@@ -185,8 +186,13 @@ def prepare(result: Any, model_config: Any, load_config: Any, *_: Any, **__: Any
         raise RuntimeError(
             f"quads_nvfp4: SGLang did not apply the hooks on {missing}; its log says why"
         )
+    server_args = getattr(model_config, "quads_server_args", None)
+    if server_args is None:
+        raise RuntimeError(
+            "quads_nvfp4: a model is loaded by something else than SGLang's ModelRunner.load_model"
+        )
     model_class, _name = get_model_architecture(model_config)
-    result.prepare(model_config, load_config, model_class, model_config.quads_server_args)
+    result.prepare(model_config, load_config, model_class, server_args)
 
 
 def watch(model: Any, model_config: Any, load_config: Any, quant_config: Any = None) -> None:
