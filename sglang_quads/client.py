@@ -1,4 +1,4 @@
-"""Questions to a running engine: fingerprints, the report, the end of a sync.
+"""Questions and orders to a running engine: fingerprints, the end of a sync, selections.
 
 They travel through ``check_weights`` (HTTP: ``POST /weights_checker {"action": ...}``), the one
 call of SGLang that returns something from every tensor-parallel rank.
@@ -10,7 +10,18 @@ from typing import Any
 
 from quads_common.fingerprint import combine_ranks
 
-__all__ = ["ask", "decode", "end_sync", "fingerprints", "report"]
+__all__ = [
+    "ask",
+    "decode",
+    "end_sync",
+    "fingerprints",
+    "forget",
+    "load_selection",
+    "metrics",
+    "refresh",
+    "report",
+    "save_selection",
+]
 
 
 def fingerprints(engine: Any) -> dict[str, str]:
@@ -32,14 +43,40 @@ def end_sync(engine: Any) -> list[list[str]]:
     return ask(engine, "quads_end_sync")
 
 
-def ask(engine: Any, action: str) -> list[Any]:
-    """One of ``sync.ACTIONS`` to an engine in this process; answers by rank.
+def refresh(engine: Any) -> list[dict[str, Any]]:
+    """Choose the lists anew from what was counted; by rank applied, changed and metrics."""
+    return ask(engine, "quads_refresh")
+
+
+def forget(engine: Any) -> None:
+    """Forget all statistics; the lists in force stay until the next refresh."""
+    ask(engine, "quads_forget")
+
+
+def metrics(engine: Any) -> list[list[dict[str, Any]]]:
+    """Of the last refresh, for each input of each rank."""
+    return ask(engine, "quads_metrics")
+
+
+def save_selection(engine: Any, path: str) -> dict[str, Any]:
+    """Write a selection file where the first rank can; returns path and number of inputs."""
+    return ask(engine, "quads_save_selection", path)[0]
+
+
+def load_selection(engine: Any, path: str) -> list[dict[str, Any]]:
+    """Take over a selection file that every rank can read; by rank whether it is applied."""
+    return ask(engine, "quads_load_selection", path)
+
+
+def ask(engine: Any, name: str, *path: str) -> list[Any]:
+    """One of ``actions`` to an engine in this process; answers by rank.
 
     Raises:
         RuntimeError: the engine reports an error.
     """
     from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
+    action = " ".join([name, *path])
     request = CheckWeightsReqInput(action=action)
     call = engine.tokenizer_manager.check_weights(request, None)
     success, message, ranks, *_ = engine.loop.run_until_complete(call)

@@ -18,6 +18,7 @@ source was read.
 import logging
 import pkgutil
 import re
+import sys
 from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
@@ -42,6 +43,7 @@ __all__ = [
     "updated_model",
     "updated_model_config",
     "version",
+    "warming_up",
     "warn_of_untested_version",
 ]
 
@@ -51,6 +53,7 @@ OLDEST, NEWEST = (0, 5, 12), (0, 5, 23)
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_REGISTRY = "sglang.srt.plugins.hook_registry"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
@@ -150,6 +153,15 @@ def parallelism_info(checker: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return checker._parallelism_info(**role).model_dump()
 
 
+def warming_up() -> bool:
+    """Whether this process is an HTTP server that is not up yet, but will warm itself up."""
+    module = sys.modules.get("sglang.srt.entrypoints.http_server")
+    manager = getattr(getattr(module, "_global_state", None), "tokenizer_manager", None)
+    if manager is None or manager.server_args.skip_server_warmup:
+        return False
+    return manager.server_status.name == "Starting"
+
+
 def device_type() -> str:
     """ "cuda", "cpu" or another platform's name."""
     from sglang.srt import utils
@@ -171,4 +183,13 @@ def exists(target: str) -> bool:
 def missing(targets: Iterable[str]) -> list[str]:
     """Those of our hooks that SGLang did not apply; it logs such errors and goes on."""
     found = [(t, pkgutil.resolve_name(t) if exists(t) else None) for t in targets]
-    return [target for target, function in found if not hasattr(function, "__wrapped__")]
+    return [target for target, function in found if not _hooked(function)]
+
+
+def _hooked(function: Any) -> bool:
+    """Whether one of a function's layers is a wrapper of the registry; others decorate too."""
+    while function is not None:
+        if getattr(function, "__globals__", {}).get("__name__") == _REGISTRY:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False

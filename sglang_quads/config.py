@@ -1,6 +1,6 @@
 """``QuadsNvfp4Config``: SGLang's quantization configuration of the method."""
 
-import dataclasses
+import logging
 import os
 from typing import Any
 
@@ -13,8 +13,9 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import nn
 
 from quads_common.backend import choose_backend, general_backend
+from quads_common.compensation.layers import Runtime
+from quads_common.compensation.serving import check_start_file, runnable_options
 from quads_common.options import (
-    PLAIN_METHOD,
     QUANT_METHOD,
     QuadsOptions,
     merge_options,
@@ -22,8 +23,11 @@ from quads_common.options import (
 )
 from quads_common.placement import ModelFacts
 from sglang_quads import compat
+from sglang_quads.compensation import FlushState, new_runtime
 
 __all__ = ["ENVIRONMENT_VARIABLE", "QuadsNvfp4Config", "environment_options", "options_of"]
+
+logger = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE = "SGLANG_QUADS_CONFIG"
 SWITCHES = ("enable", "model")  # keys of the environment variable that are no options
@@ -43,19 +47,11 @@ def options_of(quantization_config: dict[str, Any]) -> QuadsOptions:
     """Options of the model's quantization_config and of the environment as one.
 
     Raises:
-        ValueError: an option error, naming the place and the key; or compensation that was asked
-            for by name, which is not wired into SGLang yet.
+        ValueError: an option error, naming the place and the key.
     """
     in_model = {k: v for k, v in quantization_config.items() if k != "packed_modules_mapping"}
     in_environment = {k: v for k, v in environment_options().items() if k not in SWITCHES}
-    options = merge_options({"quantization_config": in_model, ENVIRONMENT_VARIABLE: in_environment})
-    named = options.method is not None or options.knobs or options.selection_file is not None
-    if options.compensates and named:
-        raise ValueError(
-            f"method {options.preset!r} is not available with SGLang in this version: use method "
-            f"{PLAIN_METHOD!r} without options of compensation"
-        )
-    return options
+    return merge_options({"quantization_config": in_model, ENVIRONMENT_VARIABLE: in_environment})
 
 
 class QuadsNvfp4Config(QuantizationConfig):
@@ -67,14 +63,13 @@ class QuadsNvfp4Config(QuantizationConfig):
     def __init__(self, quantization_config: dict[str, Any] | None = None) -> None:
         super().__init__()
         self.options = options_of(quantization_config or {})
-        self.default_method = self.options.preset
-        if self.options.compensates:  # by default only; ``after_loading`` warns
-            self.options = dataclasses.replace(self.options, method=PLAIN_METHOD)
         self.facts: ModelFacts | None = None
         self.load_format = "auto"
         self.backend = "undecided"
         self.fused = dict(FUSED)
         self.seen: set[str] = set()  # checkpoint names of all modules that were decided on
+        self.runtime: Runtime | None = None  # of what is compensated
+        self.flush = FlushState()
 
     def get_name(self) -> str:
         """Name of the method."""
@@ -136,19 +131,28 @@ class QuadsNvfp4Config(QuantizationConfig):
                 self._members(prefix),
                 self.load_format,
                 general_backend(self.backend),
+                self.runtime,
             )
         if isinstance(layer, FusedMoE):
             from sglang_quads.fused_moe import QuadsMoEMethod
 
             if not self._decide(prefix):
                 return None
-            return QuadsMoEMethod(self.options, prefix, self.load_format, self.backend)
+            return QuadsMoEMethod(
+                self.options, prefix, self.load_format, self.backend, self.runtime
+            )
         if isinstance(layer, VocabParallelEmbedding) and self._decide(prefix):
             raise ValueError(f"targets names {prefix!r}, but embeddings and lm_head stay BF16")
         return None
 
-    def prepare(self, model_config: Any, load_config: Any, model_class: type) -> None:
-        """Facts of the model, load format and backend, before a layer is made."""
+    def prepare(
+        self, model_config: Any, load_config: Any, model_class: type, server_args: Any
+    ) -> None:
+        """Facts of the model, load format, backend, compensation, before a layer is made.
+
+        Raises:
+            ValueError: a backend that cannot compensate, a selection file that does not fit.
+        """
         self.facts = ModelFacts.from_hf_config(model_config.hf_config)
         load_format = load_config.load_format
         self.load_format = str(getattr(load_format, "value", load_format))
@@ -156,6 +160,11 @@ class QuadsNvfp4Config(QuantizationConfig):
         device = compat.device_type()
         capability = torch.cuda.get_device_capability() if device == "cuda" else None
         self.backend = choose_backend(self.options.backend, device, capability)
+        self.options = runnable_options(self.options, self.backend, logger.warning)
+        if self.options.compensates:
+            check_start_file(self.options, server_args.tp_size)
+            context = model_config.context_len
+            self.runtime = new_runtime(self.options, server_args, context)
 
     def _members(self, prefix: str) -> list[str]:
         """Checkpoint names of what SGLang holds in one layer: q, k, v or gate, up; else itself."""

@@ -11,12 +11,16 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from torch import nn
 
 from quads_common.activation import Activation
-from quads_common.backend import moe_backend
+from quads_common.compensation.layers import LayerInput, Runtime
+from quads_common.compensation.ops import form_backend, quads_moe_compensated
+from quads_common.compensation.serving import choose_moe_backend
+from quads_common.compensation.site import moe_sites
 from quads_common.layer_weights import add_quantized_weight
 from quads_common.ops import quads_moe
 from quads_common.options import QuadsOptions
 from quads_common.shards import ExpertLoader, ExpertShards
 from quads_common.weight_tiles import TileLayout
+from sglang_quads.compensation import sample_map
 from sglang_quads.loading import end_layer, finish_loading
 
 __all__ = ["QuadsMoEMethod"]
@@ -27,11 +31,22 @@ log_info_once = functools.cache(logging.getLogger(__name__).info)
 class QuadsMoEMethod(FusedMoEMethodBase):
     """NVFP4 routed experts, quantized expert by expert while they load."""
 
-    def __init__(self, options: QuadsOptions, prefix: str, load_format: str, backend: str) -> None:
+    def __init__(
+        self,
+        options: QuadsOptions,
+        prefix: str,
+        load_format: str,
+        backend: str,
+        runtime: Runtime | None = None,
+    ) -> None:
+        """runtime: None for plain NVFP4."""
         self.options = options
         self.prefix = prefix
         self.load_format = load_format
         self.backend = backend
+        active = options.compensation.active
+        self.runtime = runtime if active("w13") or active("w2") else None
+        self.inputs: tuple[LayerInput, LayerInput] | None = None
 
     def create_weights(
         self,
@@ -82,6 +97,11 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             TileLayout(gate_up=False) if tiled else None,
         )
         loader = ExpertLoader(shards, w13, w2)
+        if self.runtime is not None:
+            self.inputs = self._compensate(layer, shards, self.runtime, params_dtype)
+            loader.arriving = self.runtime.compensator.weights_arrive
+            loader.columns = (self.inputs[0].columns, self.inputs[1].columns)
+            layer.quads_boundary = self.runtime.compensator.end_sync
         layer.w13_weight.weight_loader = layer.w2_weight.weight_loader = weight_loader(loader)
         layer.quads_units = (w13, w2)
         layer.quads_loader = loader
@@ -89,8 +109,14 @@ class QuadsMoEMethod(FusedMoEMethodBase):
 
     def _choose_backend(self, experts: int, hidden: int, inner: int) -> bool:
         """Settle this layer's backend, once, by its shape; whether its weights are tiled."""
-        chosen, reason = moe_backend(
-            self.backend, experts, hidden, inner, self.activation, self.options.act
+        chosen, reason = choose_moe_backend(
+            self.backend,
+            self.options,
+            self.runtime is not None,
+            experts,
+            hidden,
+            inner,
+            self.activation,
         )
         if reason is not None:
             log_info_once(
@@ -98,6 +124,36 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             )
         self.backend = chosen
         return chosen == "hopper"
+
+    @staticmethod
+    def _compensate(
+        layer: nn.Module, shards: ExpertShards, runtime: Runtime, dtype: torch.dtype
+    ) -> tuple[LayerInput, LayerInput]:
+        sites = moe_sites(
+            shards.prefix,
+            hidden=shards.hidden,
+            inner=shards.inner,
+            tp_size=shards.tp_size,
+            tp_rank=shards.tp_rank,
+            experts=shards.global_ids,
+            num_experts=shards.experts,
+        )
+        first, second = (
+            LayerInput(
+                layer,
+                site,
+                runtime,
+                units=weight.shape[0],
+                rows=weight.shape[1],
+                dtype=dtype,
+                device=weight.device,
+                top_k=top_k,
+            )
+            for site, weight, top_k in zip(
+                sites, (layer.w13_weight, layer.w2_weight), (1, layer.top_k), strict=True
+            )
+        )
+        return first, second
 
     def create_moe_runner(self, layer: nn.Module, moe_runner_config: Any) -> None:
         """Nothing to create: ``apply`` does everything itself, from standard top-k output.
@@ -130,6 +186,9 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         weights = topk.topk_weights
         if x.is_cuda and config.routed_scaling_factor not in (None, 1):
             weights = weights * config.routed_scaling_factor  # elsewhere models do it themselves
+        if self.inputs is not None:
+            out = self._apply_compensated(layer, self.inputs, x, weights, topk.topk_ids)
+            return StandardCombineInput(hidden_states=out)
         out = quads_moe(
             x,
             layer.w13_weight,
@@ -148,6 +207,37 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             self.backend,
         )
         return StandardCombineInput(hidden_states=out)
+
+    def _apply_compensated(
+        self,
+        layer: nn.Module,
+        inputs: tuple[LayerInput, LayerInput],
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        first, second = inputs
+        return quads_moe_compensated(
+            x,
+            layer.w13_weight,
+            layer.w13_weight_scale,
+            layer.w13_weight_global_scale,
+            layer.w2_weight,
+            layer.w2_weight_scale,
+            layer.w2_weight_global_scale,
+            topk_weights,
+            topk_ids,
+            None,
+            self.activation.name,
+            self.activation.limit,
+            layer.moe_runner_config.apply_router_weight_on_input,
+            *first.selection(layer),
+            *second.selection(layer),
+            first.alpha,
+            sample_map(first, layer, x, self.runtime),
+            first.staged(layer) + second.staged(layer),
+            form_backend(self.backend, self.options.compensation.exact),
+        )
 
 
 def check_layer(layer: nn.Module, prefix: str, with_bias: bool) -> None:

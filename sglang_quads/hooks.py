@@ -8,7 +8,10 @@
    quantization config nothing of the model, and models drop names that they do not know.
 4. The update functions, and ``end_weight_update`` where there is one: their errors.
 5. ``WeightChecker.handle``: fingerprints, the report and the end of a sync (``client``).
-6. Cache flush, release and resume of memory, ``ModelRunner.forward``: boundaries, lost weights.
+6. Cache flush, release and resume of memory: boundaries, lost weights.
+7. ``ModelRunner.forward``: lost weights; how many rows are tokens. ``Scheduler.flush_cache`` and
+   ``.get_next_batch_to_run``: the radix cache holds results of another model once lists changed.
+   ``GenerateReqInput.normalize_batch_and_arguments``: a server's own warm-up is not counted.
 """
 
 import fnmatch
@@ -16,6 +19,7 @@ import functools
 import hashlib
 import json
 import logging
+import uuid
 from typing import Any
 
 from sglang.srt.model_loader.utils import get_model_architecture
@@ -23,7 +27,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from quads_common.backend import general_backend
 from quads_common.options import QUANT_METHOD
-from sglang_quads import compat, sync
+from sglang_quads import actions, compat, sync
+from sglang_quads.compensation import WARM_UP, next_batch, real_tokens
 from sglang_quads.config import (
     ENVIRONMENT_VARIABLE,
     QuadsNvfp4Config,
@@ -39,6 +44,8 @@ __all__ = ["register", "targets"]
 logger = logging.getLogger(__name__)
 
 _LOADER = "sglang.srt.model_loader.loader"
+_REQUEST = "sglang.srt.managers.io_struct.GenerateReqInput"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
 
@@ -66,11 +73,14 @@ def _hooks() -> dict[str, tuple[tuple[HookType, ...], tuple[Any, ...]]]:
         f"{_LOADER}._get_quantization_config": ((after,), (prepare,)),
         f"{_LOADER}._initialize_model": ((after,), (watch,)),
         f"{_RUNNER}.load_model": ((before, after), (check_before_loading, report_loading)),
-        f"{_RUNNER}.forward": ((before,), (refuse_lost_weights,)),
+        f"{_RUNNER}.forward": ((around,), (run_forward,)),
         "sglang.srt.utils.weight_checker.WeightChecker.handle": ((around,), (answer_questions,)),
         compat.flush_target(): ((before,), (end_at_flush,)),
-        release: ((after,), (forget_released,)),
+        release: ((before, after), (end_at_release, forget_released)),
         resume: ((after,), (end_at_resume,)),
+        f"{_SCHEDULER}.flush_cache": ((after,), (note_flush,)),
+        f"{_SCHEDULER}.get_next_batch_to_run": ((around,), (flush_changed,)),
+        f"{_REQUEST}.normalize_batch_and_arguments": ((before,), (name_warm_up,)),
     }
     for target, kind in compat.update_targets().items():
         found[target] = ((around,), (functools.partial(sync.run_update, kind),))
@@ -167,7 +177,8 @@ def prepare(result: Any, model_config: Any, load_config: Any, *_: Any, **__: Any
     """Complete our configuration, once SGLang has made it.
 
     Raises:
-        RuntimeError: SGLang did not apply one of the hooks.
+        RuntimeError: SGLang did not apply one of the hooks, or loads a model in some other way
+            than ``ModelRunner.load_model``.
     """
     if not isinstance(result, QuadsNvfp4Config):
         return
@@ -175,8 +186,13 @@ def prepare(result: Any, model_config: Any, load_config: Any, *_: Any, **__: Any
         raise RuntimeError(
             f"quads_nvfp4: SGLang did not apply the hooks on {missing}; its log says why"
         )
+    server_args = getattr(model_config, "quads_server_args", None)
+    if server_args is None:
+        raise RuntimeError(
+            "quads_nvfp4: a model is loaded by something else than SGLang's ModelRunner.load_model"
+        )
     model_class, _name = get_model_architecture(model_config)
-    result.prepare(model_config, load_config, model_class)
+    result.prepare(model_config, load_config, model_class, server_args)
 
 
 def watch(model: Any, model_config: Any, load_config: Any, quant_config: Any = None) -> None:
@@ -190,6 +206,7 @@ def check_before_loading(runner: Any) -> None:
     """Refuse features also where ``ServerArgs`` was built without this plugin."""
     if runner.model_config.quantization == QUANT_METHOD:
         check_server_args(runner.server_args)
+        runner.model_config.quads_server_args = runner.server_args
 
 
 def report_loading(_: Any, runner: Any) -> None:
@@ -202,18 +219,29 @@ def report_loading(_: Any, runner: Any) -> None:
         after_loading(runner.model)
 
 
-def refuse_lost_weights(runner: Any, *_: Any, **__: Any) -> None:
-    """Never run on what lies where weights were."""
+def run_forward(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Never run on what lies where weights were; say which rows of the batch may be counted."""
     sync.refuse_lost(runner.model)
+    config = config_of(runner.model)
+    if config is None or config.runtime is None:
+        return original(runner, *args, **kwargs)
+    runtime = config.runtime
+    batch = args[0] if args else kwargs["forward_batch"]
+    sampled = runtime.begin(real_tokens(batch, runtime.max_tokens))
+    try:
+        return original(runner, *args, **kwargs)
+    finally:
+        if sampled:
+            runtime.end()
 
 
 def answer_questions(
     original: Any, checker: Any, action: str, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
     """Our actions of ``check_weights``; the others are SGLang's."""
-    if action not in sync.ACTIONS:
+    if not actions.is_ours(action):
         return original(checker, action, *args, **kwargs)
-    checksums = sync.answer(compat.checked_model(checker), action)
+    checksums = actions.answer(compat.checked_model(checker), action)
     text = json.dumps(checksums, sort_keys=True).encode()
     return {
         "checksums": checksums,
@@ -228,6 +256,11 @@ def end_at_flush(owner: Any, *_: Any, **__: Any) -> None:
     sync.boundary(scheduler.tp_worker.model_runner.model, "flush_cache")
 
 
+def end_at_release(manager: Any, *_: Any, **__: Any) -> None:
+    """A release ends an update that was going on, while its memory is there."""
+    sync.boundary(manager.tp_worker.model_runner.model, "release_memory_occupation")
+
+
 def forget_released(_: Any, manager: Any, request: Any) -> None:
     """Weights are gone after a release with the memory saver, unless it keeps a copy."""
     runner = manager.tp_worker.model_runner
@@ -240,3 +273,24 @@ def forget_released(_: Any, manager: Any, request: Any) -> None:
 def end_at_resume(_: Any, manager: Any, request: Any) -> None:
     """A resume ends an update that was going on."""
     sync.boundary(manager.tp_worker.model_runner.model, "resume_memory_occupation")
+
+
+def flush_changed(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Flush what changed lists made stale before anything is looked up there."""
+    config = config_of(scheduler.tp_worker.model_runner.model)
+    if config is None or config.runtime is None:
+        return original(scheduler, *args, **kwargs)
+    return next_batch(original, scheduler, config.flush, *args, **kwargs)
+
+
+def note_flush(success: bool, scheduler: Any, *_: Any, **__: Any) -> None:
+    """Whoever flushed the cache."""
+    config = config_of(scheduler.tp_worker.model_runner.model)
+    if success and config is not None:
+        config.flush.due = False
+
+
+def name_warm_up(request: Any) -> None:
+    """Requests that an HTTP server sends itself before it is up get ids that are not counted."""
+    if request.rid is None and compat.warming_up():
+        request.rid = f"{WARM_UP}-{uuid.uuid4().hex}"

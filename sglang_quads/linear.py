@@ -13,11 +13,16 @@ from sglang.srt.layers.linear import (
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from torch import nn
 
+from quads_common.compensation.layers import LayerInput, Runtime
+from quads_common.compensation.ops import form_backend, quads_linear_compensated
+from quads_common.compensation.serving import ROWS_ARE_NO_TOKENS
+from quads_common.compensation.site import linear_site
 from quads_common.format import BLOCK_SIZE
 from quads_common.layer_weights import add_quantized_weight
 from quads_common.ops import quads_linear
 from quads_common.options import QuadsOptions
 from quads_common.shards import LinearLoader, LinearPart, linear_regions
+from sglang_quads.compensation import sample_map
 from sglang_quads.loading import end_layer, finish_loading
 
 __all__ = ["QuadsLinearMethod"]
@@ -48,13 +53,19 @@ class QuadsLinearMethod(LinearMethodBase):
         members: list[str],
         load_format: str,
         backend: str,
+        runtime: Runtime | None = None,
     ) -> None:
-        """members: checkpoint names of the modules that SGLang fuses into ``prefix``."""
+        """members: checkpoint names of the modules that SGLang fuses into ``prefix``.
+
+        runtime: None for plain NVFP4.
+        """
         self.options = options
         self.prefix = prefix
         self.members = members
         self.load_format = load_format
         self.backend = backend
+        self.runtime = runtime if options.compensation.active("linear") else None
+        self.input: LayerInput | None = None
 
     def create_weights(
         self,
@@ -87,6 +98,20 @@ class QuadsLinearMethod(LinearMethodBase):
             self.options.global_scale_rule,
         )
         loader = LinearLoader(units, parts, input_size, k_rank)
+        if self.runtime is not None:
+            self.input = LayerInput(
+                layer,
+                linear_site(self.prefix, width=k, full_width=input_size, tp_rank=k_rank),
+                self.runtime,
+                units=1,
+                rows=sum(output_partition_sizes),
+                dtype=params_dtype,
+                device=layer.weight.device,
+                counted=self.prefix.rpartition(".")[2] not in ROWS_ARE_NO_TOKENS,
+            )
+            loader.arriving = self.runtime.compensator.weights_arrive
+            loader.columns = self.input.columns
+            layer.quads_boundary = self.runtime.compensator.end_sync
         layer.weight.weight_loader = weight_loader(loader)
         layer.quads_units = (units,)
         layer.quads_loader = loader
@@ -104,6 +129,8 @@ class QuadsLinearMethod(LinearMethodBase):
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[..., K] -> [..., N]."""
+        if self.input is not None:
+            return self._apply_compensated(layer, self.input, x, bias)
         return quads_linear(
             x,
             layer.weight,
@@ -112,6 +139,25 @@ class QuadsLinearMethod(LinearMethodBase):
             bias,
             self.options.act,
             self.backend,
+        )
+
+    def _apply_compensated(
+        self, layer: nn.Module, given: LayerInput, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        mask, channels, columns = given.selection(layer)
+        return quads_linear_compensated(
+            x,
+            layer.weight,
+            layer.weight_scale,
+            layer.weight_global_scale,
+            bias,
+            mask,
+            channels,
+            None if columns is None else columns[0],
+            given.alpha,
+            sample_map(given, layer, x, self.runtime),
+            given.staged(layer),
+            form_backend(self.backend, self.options.compensation.exact),
         )
 
 

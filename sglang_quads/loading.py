@@ -61,11 +61,18 @@ def end_sync(units: Iterable[WeightUnits]) -> list[str]:
 
 
 def end_layer(layer: nn.Module) -> None:
-    """``end_sync`` of a layer of a serving model; errors wait for ``drain_errors``."""
+    """``end_sync`` of a layer of a serving model; errors wait for ``drain_errors``.
+
+    It is a boundary for the compensated inputs too, of which only the first layer's does anything.
+    """
     try:
         end_sync(layer.quads_units)
     except ValueError as error:
         _errors.append(str(error))
+    finally:
+        end_lists = getattr(layer, "quads_boundary", None)
+        if end_lists is not None:
+            end_lists()
 
 
 def drain_errors() -> list[str]:

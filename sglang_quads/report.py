@@ -7,6 +7,7 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from torch import nn
 
+from quads_common.compensation.serving import loaded
 from quads_common.layer_weights import all_units, weight_counts
 from sglang_quads.config import QuadsNvfp4Config
 from sglang_quads.loading import fill_dummies
@@ -43,7 +44,8 @@ def after_loading(model: nn.Module) -> None:
     """What the log says; an engine that quantized other layers than was asked does not start.
 
     Raises:
-        ValueError: no layer was quantized, or a pattern in ``targets`` matches none.
+        ValueError: no layer was quantized, nothing compensated that should be, or a pattern in
+            ``targets`` matches none.
     """
     config = config_of(model)
     assert config is not None, f"{type(model)=}"
@@ -58,18 +60,13 @@ def after_loading(model: nn.Module) -> None:
             f"targets {list(placement.targets)} with ignore {list(placement.ignore)} choose no "
             "layer of this model, so nothing would be quantized"
         )
-    if config.options.preset != config.default_method:
-        logger.warning(
-            "quads_nvfp4: the default method %r is not available with SGLang in this version: "
-            "serving method %r",
-            config.default_method,
-            config.options.preset,
-        )
     if config.load_format == "dummy":
         fill_dummies(all_units(model))
     for module in model.modules():
         if hasattr(module, "quads_units"):
             module.quads_serving = True
+    if config.runtime is not None:
+        loaded(config.runtime, config.options)
     logger.info(
         "quads_nvfp4: method %s, act %s, targets %s, backend %s",
         config.options.preset,

@@ -1,9 +1,8 @@
-"""Weight updates as the scheduler runs them: errors, boundaries, lost weights, questions.
+"""Weight updates as the scheduler runs them: errors, boundaries, lost weights.
 
 What quantizes is the parameters' own loaders (see ``loading``); here is what surrounds them.
 """
 
-import json
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -12,22 +11,27 @@ import torch
 from sglang.srt.distributed import get_tp_group
 from torch import nn
 
-from quads_common.layer_weights import (
-    all_units,
-    mark_lost,
-    partial_fingerprints,
-    raise_if_lost,
-)
+from quads_common.compensation.ranks import SelectionsDifferError
+from quads_common.layer_weights import all_units, mark_lost, raise_if_lost
 from sglang_quads import compat
+from sglang_quads.compensation import note_changes
 from sglang_quads.loading import drain_errors, end_sync
 from sglang_quads.refusals import check_load_format
-from sglang_quads.report import config_of, model_report
+from sglang_quads.report import config_of
 
-__all__ = ["ACTIONS", "answer", "boundary", "forget_weights", "refuse_lost", "run_update"]
+__all__ = [
+    "agree",
+    "boundary",
+    "changed_lists",
+    "end_update",
+    "forget_weights",
+    "refuse_lost",
+    "run_end_update",
+    "run_update",
+]
 
 logger = logging.getLogger(__name__)
 
-ACTIONS = ("quads_fingerprints", "quads_report", "quads_end_sync")
 _LOST = "quads_weights_lost"  # attribute of the model
 
 
@@ -59,6 +63,8 @@ def run_update(
     if errors:
         success, message = False, "; ".join(errors)
     success, message = agree(success, message)
+    if kind in ("disk", "ipc"):  # whole updates, which end with a boundary
+        changed_lists(model)
     if kind == "disk" and not success:
         model_config.model_path = path
     return success, message
@@ -99,19 +105,48 @@ def run_end_update(original: Callable[..., Any], manager: Any, request: Any) -> 
     drain_errors()
     result = original(manager, request)
     success, message = agree(not (errors := drain_errors()), "; ".join(errors))
+    changed_lists(model)
     if not success:
         result.success, result.message = False, message
     return result
 
 
+def end_update(model: nn.Module) -> list[str]:
+    """End whatever update is going on; returns what was incomplete and dropped.
+
+    It is a boundary for compensated inputs; ``changed_lists`` must follow on all ranks.
+
+    Raises:
+        ValueError: weights with NaN or Inf, by name; after the lists were dealt with.
+    """
+    config = config_of(model)
+    try:
+        return end_sync(all_units(model))
+    finally:
+        if config is not None and config.runtime is not None:
+            config.runtime.compensator.end_sync()
+
+
+def changed_lists(model: nn.Module) -> None:
+    """Where a boundary may have been, on all ranks: whether the radix cache must be flushed."""
+    config = config_of(model)
+    if config is None or config.runtime is None:
+        return
+    try:
+        note_changes(config.runtime, config.flush)
+    except SelectionsDifferError as error:
+        logger.error("quads_nvfp4: %s", error)
+
+
 def boundary(model: nn.Module, what: str) -> None:
-    """An explicit cache flush or a resume: drop and report what an update left incomplete."""
+    """A flush, a release or a resume: drop and report what an update left incomplete."""
     if config_of(model) is None:
         return
     try:
-        end_sync(all_units(model))
+        end_update(model)
     except ValueError as error:
         logger.error("quads_nvfp4: found at %s: %s", what, error)
+    changed_lists(model)
 
 
 def forget_weights(model: nn.Module, tags: list[str] | None, discards: bool) -> None:
@@ -131,21 +166,3 @@ def refuse_lost(model: nn.Module) -> None:
     if getattr(model, _LOST, False):
         raise_if_lost(model, "release_memory_occupation")
         setattr(model, _LOST, False)
-
-
-def answer(model: nn.Module, action: str) -> dict[str, str]:
-    """What ``check_weights`` returns as "checksums" for one of ``ACTIONS``.
-
-    The client's side is ``sglang_quads.client``. SGLang's schema wants a map of strings.
-    """
-    values: dict[str, Callable[[], Any]] = {
-        "quads_fingerprints": lambda: partial_fingerprints(model),
-        "quads_report": lambda: model_report(model),
-        "quads_end_sync": lambda: end_sync(all_units(model)),
-    }
-    value, group = values[action](), get_tp_group()
-    ranks: list[Any] = [value]
-    if not compat.answers_for_all_ranks() and group.world_size > 1:
-        ranks = [None] * group.world_size
-        torch.distributed.all_gather_object(ranks, value, group=group.cpu_group)
-    return {action: json.dumps(ranks)}

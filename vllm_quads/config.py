@@ -1,6 +1,5 @@
 """``QuadsNvfp4Config``: vLLM's quantization configuration of the method."""
 
-import dataclasses
 import json
 import uuid
 from pathlib import Path
@@ -20,11 +19,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from quads_common.backend import choose_backend, general_backend
-from quads_common.compensation.files import check_selection_file
 from quads_common.compensation.layers import Runtime
-from quads_common.compensation.ops import can_compensate
+from quads_common.compensation.serving import check_start_file, runnable_options
 from quads_common.options import (
-    PLAIN_METHOD,
     QUANT_METHOD,
     QuadsOptions,
     check_options,
@@ -193,8 +190,8 @@ class QuadsNvfp4Config(QuantizationConfig):
             current_platform.get_device_capability(),
         )
         check_supported(vllm_config, general_backend(self.backend), self.options.act)
-        self.options = self._runnable(self.options)
-        self._check_selection_file(vllm_config.parallel_config.tensor_parallel_size)
+        self.options = runnable_options(self.options, self.backend, logger.warning_once)
+        check_start_file(self.options, vllm_config.parallel_config.tensor_parallel_size)
         logger.info_once(
             "quads_nvfp4: method %s, act %s, targets %s, backend %s",
             self.options.preset,
@@ -203,38 +200,6 @@ class QuadsNvfp4Config(QuantizationConfig):
             self.backend,
         )
         self._ready = True
-
-    def _runnable(self, options: QuadsOptions) -> QuadsOptions:
-        """The options, if the backend has what they need.
-
-        An engine that was started without naming a method is served plainly, with a WARNING.
-        """
-        if not options.compensates or can_compensate(general_backend(self.backend)):
-            return options
-        if options.method is not None or options.knobs or options.selection_file is not None:
-            raise ValueError(
-                f"method {options.preset!r} is not available on backend {self.backend!r} in this "
-                f"version: use method {PLAIN_METHOD!r} without options of compensation, or backend "
-                "'emulated'"
-            )
-        logger.warning_once(
-            "quads_nvfp4: the default method %r is not available on backend %r in this version: "
-            "serving method %r",
-            options.preset,
-            self.backend,
-            PLAIN_METHOD,
-        )
-        return dataclasses.replace(options, method=PLAIN_METHOD)
-
-    def _check_selection_file(self, tp_size: int) -> None:
-        """Refuse a file that cannot fit before weights are loaded."""
-        path = self.options.selection_file
-        if path is None:
-            return
-        try:
-            check_selection_file(path, tp_size=tp_size, options=self.options.compensation)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"selection_file {path!r} cannot be used: {error}") from None
 
     def _runtime(self) -> Runtime | None:
         """What compensated layers share; None if nothing is compensated."""

@@ -8,9 +8,9 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from quads_common.activation import Activation
-from quads_common.backend import general_backend, moe_backend
 from quads_common.compensation.layers import LayerInput, Runtime
 from quads_common.compensation.ops import form_backend, quads_moe_compensated
+from quads_common.compensation.serving import choose_moe_backend
 from quads_common.compensation.site import moe_sites
 from quads_common.layer_weights import add_quantized_weight
 from quads_common.ops import quads_moe
@@ -98,14 +98,14 @@ class QuadsMoEMethod(FusedMoEMethodBase):
 
     def _choose_backend(self, experts: int, hidden: int, inner: int) -> bool:
         """Settle this layer's backend, once, by its shape; whether its weights are tiled."""
-        lists = self.options.compensation if self.runtime is not None else None
-        rac = lists is not None and lists.ratio("w2") > 0
-        splice = lists is not None and lists.splice_count("w2") > 0
-        if lists is not None and lists.splice_weight == "bf16":
-            self.backend = general_backend(self.backend)
-            return False
-        chosen, reason = moe_backend(
-            self.backend, experts, hidden, inner, self.activation, self.options.act, rac, splice
+        chosen, reason = choose_moe_backend(
+            self.backend,
+            self.options,
+            self.runtime is not None,
+            experts,
+            hidden,
+            inner,
+            self.activation,
         )
         if reason is not None:
             logger.info_once(

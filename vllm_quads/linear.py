@@ -14,6 +14,7 @@ from vllm.model_executor.layers.linear import (
 from quads_common.compensation.columns import SiteColumns
 from quads_common.compensation.layers import LayerInput, Runtime
 from quads_common.compensation.ops import form_backend, quads_linear_compensated
+from quads_common.compensation.serving import ROWS_ARE_NO_TOKENS
 from quads_common.compensation.site import linear_site
 from quads_common.format import BLOCK_SIZE
 from quads_common.layer_weights import add_quantized_weight
@@ -24,9 +25,6 @@ from quads_common.weight_units import WeightUnits, check_incoming
 from vllm_quads.loading import finish_loading, load_themselves
 
 __all__ = ["QuadsLinearMethod"]
-
-# MLA multiplies cached latents with it, which are not the tokens of the forward.
-ROWS_ARE_NO_TOKENS = ("kv_b_proj",)
 
 
 class QuadsLinearMethod(LinearMethodBase):

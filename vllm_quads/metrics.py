@@ -19,23 +19,11 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quads_common.compensation import SiteMetrics
+from quads_common.compensation.metrics import HELP
 
 __all__ = ["MetricsFile", "publish"]
 
 PREFIX = "vllm:quads_"
-HELP = {
-    "residual_energy_before": "Squares of x - Q(x) per token, without compensation",
-    "residual_energy_after": "Squares of x - Q(x) per token, as served until the last refresh",
-    "signal_energy": "Squares of x per token",
-    "rac_scale_underflow_share": "Share of residual blocks whose scale rounded to 0",
-    "blocks_selected": "Share of blocks with a residual",
-    "channels_selected": "Share of channels that are not quantized",
-    "blocks_overlap": "Jaccard index of the blocks with those before the last refresh",
-    "channels_overlap": "Jaccard index of the channels with those before the last refresh",
-    "tokens": "Rows counted so far",
-    "refreshes": "Refreshes so far",
-    "groups_ready": "Share of the lists that have seen min_tokens rows",
-}
 
 
 class MetricsFile:

@@ -9,6 +9,8 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from quads_common.compensation.ranks import SelectionsDifferError, check_alike
+
 __all__ = ["SelectionsDifferError", "reset_after_change", "reset_if_changed", "retry_reset"]
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures no logger but its own
@@ -17,10 +19,6 @@ _SEEN = "_quads_selection_versions"  # of the workers, when the cache was reset 
 _WAITING = "_quads_selection_versions_waiting"  # for a reset; None if there is none to come
 
 Reset = Callable[[Any], bool]  # ``EngineCore.reset_prefix_cache``
-
-
-class SelectionsDifferError(RuntimeError):
-    """Tensor parallel ranks hold different lists for an input that they share."""
 
 
 def reset_if_changed(core: Any, reset: Reset) -> None:
@@ -57,13 +55,7 @@ def _changed_versions(core: Any) -> list[int] | None:
     states = core.model_executor.collective_rpc("quads_selection_state")
     if not states or not all(states):
         return None
-    for rank, state in enumerate(states[1:], start=1):
-        for site, digest in states[0]["shared"].items():
-            if state["shared"].get(site) != digest:
-                raise SelectionsDifferError(
-                    f"{site}: rank {rank} chose other blocks or channels than rank 0: load one "
-                    "selection file in all ranks (quads_load_selection) and report this"
-                )
+    check_alike(states)
     versions = [state["version"] for state in states]
     return None if versions == getattr(core, _SEEN, _start_versions(states)) else versions
 

@@ -7,6 +7,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 
+from quads_common.compensation.serving import loaded
 from quads_common.layer_weights import weight_counts
 from vllm_quads.config import QuadsNvfp4Config
 
@@ -57,14 +58,7 @@ def after_loading(worker: Any) -> None:
         if isinstance(module, RoutedExperts):
             module._quads_served = True
     if config.runtime is not None:
-        if not config.runtime.compensator.states:
-            kinds = list(config.options.compensation.compensate)
-            raise ValueError(
-                f"compensate {kinds} with method {config.options.preset!r} names no input of the "
-                "layers that are quantized, so nothing would be compensated"
-            )
-        config.runtime.compensator.loaded()
-        config.runtime.prepare()
+        loaded(config.runtime, config.options)
     before, after = (report[f"bytes_{when}"] / 2**20 for when in ("before", "after"))
     logger.info(
         "quads_nvfp4: %d layers quantized, %d kept, weights %.1f -> %.1f MiB on this rank",

@@ -7,11 +7,11 @@ curl -X POST .../collective_rpc -d '{"method": "quads_refresh"}'
 
 from typing import Any
 
-import torch
 from vllm.distributed import get_tp_group
 
 from quads_common.compensation.controller import Compensator
-from quads_common.compensation.files import SitePart, probe_selection_path
+from quads_common.compensation.files import probe_selection_path
+from quads_common.compensation.ranks import gather_parts
 from quads_common.options import QUANT_METHOD
 from vllm_quads.sync import runtime_of
 
@@ -42,7 +42,8 @@ def quads_save_selection(worker: Any, path: str) -> dict[str, Any] | None:
 
     path: where the first rank can write.
     """
-    return _compensator(worker).save(path, _gathered)
+    group = get_tp_group()
+    return _compensator(worker).save(path, lambda parts: gather_parts(parts, group))
 
 
 def quads_probe_selection(worker: Any, path: str) -> None:
@@ -92,13 +93,3 @@ def _compensator(worker: Any) -> Compensator:
         what = f"method {options.preset!r}" if options is not None else f"no {QUANT_METHOD}"
         raise ValueError(f"this engine compensates nothing: it was started with {what}")
     return runtime.compensator
-
-
-def _gathered(parts: list[SitePart]) -> list[list[SitePart]] | None:
-    """The parts of all ranks, on the first one."""
-    group = get_tp_group()
-    if group.world_size == 1:
-        return [parts]
-    everyone: list[Any] | None = [None] * group.world_size if group.rank_in_group == 0 else None
-    torch.distributed.gather_object(parts, everyone, dst=group.ranks[0], group=group.cpu_group)
-    return everyone

@@ -66,6 +66,7 @@ class LinearLoader:
     """Takes full checkpoint tensors of a linear group, one part or several stacked parts a call.
 
     parts: by the shard id of the engine's loaders, as text. Safe to call from several threads.
+    arriving: called before each tensor. columns: see ``SiteColumns``.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class LinearLoader:
         for name, part in parts.items():
             self.pieces[name] = Piece(part.rows, first_row, part.row_offset, k_offset)
             first_row += part.rows
+        self.arriving: Callable[[], object] | None = None
+        self.columns: SiteColumns | None = None
         self.calls = 0
         self._lock = threading.Lock()
 
@@ -97,11 +100,17 @@ class LinearLoader:
         check_incoming(loaded_weight, (rows, self.full_k), source)
         with self._lock:
             self.calls += 1
+            if self.arriving is not None:
+                self.arriving()
             start = 0
             for name in chosen:
                 end = start + self.parts[name].full_rows
                 piece = self.pieces[name]
-                self.units.load(0, name, loaded_weight[start:end], source, piece)
+                full = loaded_weight[start:end]
+                if self.columns is None:
+                    self.units.load(0, name, full, source, piece)
+                else:
+                    self.columns.load(self.units, 0, name, full, source, piece)
                 start = end
 
 

@@ -64,6 +64,15 @@ def outputs(llm: Any) -> list[Any]:
     return found
 
 
+def together(llm: Any, prompts: list[str], tokens: int) -> int:
+    """Run prompts as one batch; how many tokens went through the model."""
+    flush(llm)
+    params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    answers = [a["meta_info"] for a in llm.generate(prompts, params)]
+    flush(llm)
+    return sum(a["prompt_tokens"] + a["completion_tokens"] - 1 for a in answers)
+
+
 def flush(llm: Any) -> None:
     """A finished request may not be drained yet; an update or a release would then kill SGLang."""
     import time

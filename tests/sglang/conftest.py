@@ -47,3 +47,30 @@ def problems(arith_moe):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def hot(tmp_path_factory) -> Path:
+    """arith-moe with its hot channels 32 times as large."""
+    from tests.sglang.compensated import hot_checkpoint
+
+    return hot_checkpoint(tmp_path_factory.mktemp("hot") / "checkpoint")
+
+
+@pytest.fixture(scope="session")
+def compensated(hot, tmp_path_factory):
+    """Run probes in an engine with the given options of the method."""
+    from tests.sglang.compensated import override
+    from tests.sglang.engine import run_engine
+
+    def run(options, probes, model=hot, **engine_options):
+        return run_engine(
+            tmp_path_factory.mktemp("engine"),
+            model,
+            probes,
+            quantization="quads_nvfp4",
+            json_model_override_args=override(options),
+            **engine_options,
+        )
+
+    return run

@@ -2,11 +2,13 @@
 
 SGLang calls a ``--custom-weight-loader`` as ``run(model, named_tensors)`` in every rank when
 tensors are "updated" with its name as the load format. The only name that comes is a JSON object:
-which function of this module to call, with what, and where to save what it returns.
+which function of this module to call (or "MODULE:function" of this folder's), with what, and where
+to save what it returns.
 """
 
 import gc
 import hashlib
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,9 @@ def run(model: nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None
     from sglang.srt.distributed import get_tp_group
 
     call = json.loads(named_tensors[0][0])
-    result = globals()[call["function"]](model, *call["arguments"])
+    module, _, name = call["function"].rpartition(":")
+    source = importlib.import_module(f"tests.sglang.{module or 'inside'}")
+    result = getattr(source, name)(model, *call["arguments"])
     rank = get_tp_group().rank_in_group
     torch.save(result, Path(call["out"]).with_suffix(f".{rank}.pt"))
 

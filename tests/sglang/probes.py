@@ -295,8 +295,10 @@ def start(spec: dict[str, Any]) -> Any:
 def main() -> None:
     """Start the engine that the specification describes and run its probes."""
     spec = json.loads(Path(sys.argv[1]).read_text())
+    from tests.sglang.compensation_probes import CompensationProbes
+
     engine = start(spec)
-    probes = Probes(engine, Path(spec["folder"]), Path(spec["engine"]["model_path"]))
+    probes = CompensationProbes(engine, Path(spec["folder"]), Path(spec["engine"]["model_path"]))
     results = {}
     for name, method, arguments in spec["probes"]:
         results[name] = getattr(probes, method)(*arguments)

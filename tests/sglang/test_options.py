@@ -50,6 +50,15 @@ OPTION_ERRORS = {
     "backend": ({"backend": "marlin"}, "backend 'marlin' is not allowed: one of ['auto', "),
     "targets type": ({"targets": 3}, "targets must be a string or a list of strings, got 3"),
     "no targets": ({"targets": []}, "targets is empty"),
+    "compensation without act": (
+        {"method": "quads", "act": "bf16"},
+        "method 'quads' compensates quantized activations, and act 'bf16' quantizes none",
+    ),
+    "file without method": (
+        {"method": "nvfp4", "selection_file": "f"},
+        "selection_file 'f' is not allowed with method 'nvfp4'",
+    ),
+    "sampling rate": ({"sampling_rate": 0}, "sampling_rate 0 is not allowed"),
     "regex": ({"ignore": ["re:("]}, "ignore: 're:(' is not a regular expression"),
 }
 REFUSED = {
@@ -85,7 +94,7 @@ def cases():
     found["override"] = (override(options), None)
     found["environment"] = ({}, options)
     for method in ("quads", "foursight", "quads_splice"):
-        found[f"compensation, {method}"] = (override({"method": method}), None)
+        found[f"compensation, {method}"] = (override({"method": method, "ema": 0.5}), None)
     found["conflict"] = (override({"act": "nvfp4"}), {"act": "bf16"})
     found["same twice"] = (override({"targets": "experts"}), {"targets": ["experts"]})
     found["foreign"] = (override({"quant_method": "compressed-tensors", "format": "nvfp4"}), None)
@@ -148,11 +157,10 @@ def test_options_arrive(answers, way):
 
 
 @pytest.mark.parametrize("method", ["quads", "foursight", "quads_splice"])
-def test_compensation_is_refused_by_name(answers, method):
-    """Until it is wired into SGLang; as the mere default it is not."""
-    error = answers[f"compensation, {method}"]["error"]
-    assert f"method {method!r} is not available with SGLang" in error
-    assert "use method 'nvfp4'" in error
+def test_compensation_arrives(answers, method):
+    answer = answers[f"compensation, {method}"]
+    assert answer["error"] == ""
+    assert (answer["options"]["method"], answer["options"]["ema"]) == (method, 0.5)
     assert answers["enable"]["error"] == ""
 
 
@@ -201,7 +209,7 @@ def test_every_hook_is_applied():
     code = (
         "from sglang.srt.plugins import load_plugins; load_plugins()\n"
         "from sglang_quads import compat, hooks\n"
-        "assert len(hooks.targets()) == 14, hooks.targets()\n"
+        "assert len(hooks.targets()) == 17, hooks.targets()\n"
         "assert not compat.missing(hooks.targets()), compat.missing(hooks.targets())\n"
     )
     done = run_python(code)

@@ -10,6 +10,8 @@ import torch
 
 from quads_common.format import QuantizedTensor
 from quads_common.quantize import quantize
+from tests.sglang.compensated import PROMPTS as PROMPTS_OF_VLLM
+from tests.sglang.compensated import heldout, vllm_logprobs
 from tests.sglang.engine import run_engine
 from tests.vllm import reference
 from tests.vllm.test_served_numerics import differences, layer_errors, stored
@@ -19,6 +21,7 @@ pytestmark = pytest.mark.sglang
 PROMPTS = 100
 CAPTURED = 12  # sequences in the batch that is looked into
 W4A16 = '{"quantization_config": {"act": "bf16"}}'
+PLAIN = '{"quantization_config": {"method": "nvfp4"}}'
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +47,15 @@ def run(arith_moe, sequences, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def w4a4(run, sequences):
-    """The default method, looked into."""
+    """Plain W4A4, looked into."""
     return run(
         ("report", "report", []),
         ("units", "inside", ["units"]),
         ("calls", "moe_calls", [sequences[:CAPTURED]]),
+        ("refresh", "error_of", ["quads_refresh"]),
+        ("vLLM's", "alone", [heldout(PROMPTS_OF_VLLM)]),
         quantization="quads_nvfp4",
+        json_model_override_args=PLAIN,
     )
 
 
@@ -86,6 +92,22 @@ def test_w4a4_end_to_end(arith_moe, sequences, w4a4):
     reference.reorder_linears(other)
     noise = differences(expected, reference.logprobs(other, sequences))
     gap = differences(w4a4["logprobs"], expected)
+    assert gap.mean() <= 1.5 * noise.mean(), f"{gap.mean()=} {noise.mean()=}"
+    assert gap.quantile(0.99) <= 1.5 * noise.quantile(0.99), (
+        f"{gap.quantile(0.99)=} {noise.quantile(0.99)=}"
+    )
+
+
+def test_w4a4_against_vllm(arith_moe, w4a4):
+    """What vLLM gave for other sequences, within the noise of another order of summation."""
+    batch = heldout(PROMPTS_OF_VLLM)
+    model = reference.load(arith_moe, torch.bfloat16)
+    reference.use_w4a4(model, reference.plain_matmul)
+    other = reference.load(arith_moe, torch.bfloat16, attention="eager")
+    reference.use_w4a4(other, reference.split_matmul)
+    reference.reorder_linears(other)
+    noise = differences(*(reference.logprobs(m, batch) for m in (model, other)))
+    gap = differences(w4a4["vLLM's"], vllm_logprobs("nvfp4"))
     assert gap.mean() <= 1.5 * noise.mean(), f"{gap.mean()=} {noise.mean()=}"
     assert gap.quantile(0.99) <= 1.5 * noise.quantile(0.99), (
         f"{gap.quantile(0.99)=} {noise.quantile(0.99)=}"
@@ -154,3 +176,8 @@ def test_report(w4a4):
     saved = report["bytes_before"] - report["bytes_after"]
     packed = experts // 2 + experts // 16 + 2 * 4 * 16 * 4
     assert saved == experts * 2 - packed, f"{report=}"
+
+
+def test_a_plain_engine_has_nothing_to_refresh(w4a4):
+    message = "ValueError: this engine compensates nothing: it was started with method 'nvfp4'"
+    assert message in w4a4["refresh"]

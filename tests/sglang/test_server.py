@@ -23,11 +23,15 @@ FLAGS = {
 }
 
 
-def command_line(model, port):
+OPTIONS = {"quantization_config": {"sampling_rate": 1, "min_tokens": 8}}
+
+
+def command_line(model, port, options=OPTIONS):
     """``sglang.launch_server`` with the options of a CPU."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     command += ["--quantization", "quads_nvfp4", "--port", str(port), "--host", "127.0.0.1"]
-    command += ["--skip-server-warmup"]
+    command += ["--enable-metrics"]
+    command += ["--json-model-override-args", json.dumps(options)]
     for key, value in FLAGS.items():
         flag = "--" + key.replace("_", "-")
         command += [flag] if value is True else [flag, str(value)]
@@ -80,6 +84,44 @@ def complete(port):
     return post(port, "/v1/completions", body)["choices"][0]["text"]
 
 
+def order(port, action):
+    """Answers of all ranks."""
+    return decode(action, post(port, "/weights_checker", {"action": action}))
+
+
+def counted(port):
+    """Rows that the last refresh, which this is, had seen."""
+    (found,) = order(port, "quads_refresh")
+    assert found["applied"] and len(found["metrics"]) == 8
+    return max(site["tokens"] for site in found["metrics"])
+
+
+def check_orders(port, folder):
+    """Compensation over HTTP: calibration, files, metrics, errors."""
+    prompts, file = folder / "prompts.txt", folder / "selection.safetensors"
+    prompts.write_text("347+589=\n12-345=\n" * 20)
+    command = [sys.executable, "-m", "sglang_quads.calibrate", "--prompts", str(prompts)]
+    command += ["--url", f"http://127.0.0.1:{port}", "--save", str(file), "--max-tokens", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["applied"] and found["sites"] == 8 and found["tokens"] > 100
+    assert file.exists()
+    assert order(port, f"quads_load_selection {file}") == [{"applied": True}]
+    wrong = {"action": f"quads_load_selection {prompts}"}
+    answer = post(port, "/weights_checker", wrong, answer_of_error=True)
+    assert "is not a selection file" in answer["message"]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
+        shown = response.read().decode()
+    (line,) = (
+        line
+        for line in shown.splitlines()
+        if line.startswith("sglang:quads_tokens{") and "layers.0.mlp.experts.w13" in line
+    )
+    assert float(line.rpartition(" ")[2]) > 0
+    order(port, "quads_forget")
+
+
 def test_updates_over_http(arith_moe, second_checkpoint, tmp_path):
     """Answer, report; pause, flush, update, continue; a bad update; back; answer."""
     port = free_port()
@@ -94,7 +136,9 @@ def test_updates_over_http(arith_moe, second_checkpoint, tmp_path):
         )
     try:
         wait_for(port, server, log)
+        assert counted(port) == 0, "the server's own warm-up"
         assert complete(port) == "936"
+        check_orders(port, tmp_path)
         (report,) = decode(
             "quads_report", post(port, "/weights_checker", {"action": "quads_report"})
         )
@@ -125,8 +169,7 @@ def test_updates_over_http(arith_moe, second_checkpoint, tmp_path):
 
 def test_a_wrong_option_stops_the_start(arith_moe):
     """One line says what is wrong, before a process is started."""
-    command = command_line(arith_moe, free_port())
-    command += ["--json-model-override-args", '{"quantization_config": {"act": "int4"}}']
+    command = command_line(arith_moe, free_port(), {"quantization_config": {"act": "int4"}})
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]

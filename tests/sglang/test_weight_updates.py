@@ -211,5 +211,5 @@ def test_release_and_resume(moe):
 
 def test_switched_on_by_the_environment(fresh):
     (report,) = fresh["report"]
-    assert (report["method"], report["layers_quantized"]) == ("nvfp4", 4)
+    assert (report["method"], report["layers_quantized"]) == ("quads", 4)
     assert "SGLANG_QUADS_CONFIG switches on quads_nvfp4 for" in fresh["log"]

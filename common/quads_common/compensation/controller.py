@@ -8,6 +8,7 @@ at the latest when a sync's first tensor arrives, because the columns are gather
 load, and come into force when the sync ends.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -87,6 +88,7 @@ class Compensator:
         self._chosen_differ = False
         self._loaded = False
         self._arriving = False
+        self._arrival = threading.Lock()
 
     @property
     def states(self) -> list[SiteState]:
@@ -121,10 +123,16 @@ class Compensator:
         return columns
 
     def weights_arrive(self) -> None:
-        """Before each tensor of a quantized layer; only a sync's first one does anything."""
-        if self._arriving:
-            return
-        self._arriving = True
+        """Before each tensor of a quantized layer; only a sync's first one does anything.
+
+        Engines may load in threads: the others wait until the first one's has been done.
+        """
+        with self._arrival:
+            if not self._arriving:
+                self._arriving = True
+                self._begin_sync()
+
+    def _begin_sync(self) -> None:
         if not self.gathers_columns:
             return
         if not self._loaded:

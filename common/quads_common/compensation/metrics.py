@@ -5,7 +5,22 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["SiteMetrics", "refresh_summary", "site_metrics", "with_last_known"]
+__all__ = ["HELP", "SiteMetrics", "refresh_summary", "site_metrics", "with_last_known"]
+
+# What engines show of a site, by field of ``SiteMetrics``.
+HELP = {
+    "residual_energy_before": "Squares of x - Q(x) per token, without compensation",
+    "residual_energy_after": "Squares of x - Q(x) per token, as served until the last refresh",
+    "signal_energy": "Squares of x per token",
+    "rac_scale_underflow_share": "Share of residual blocks whose scale rounded to 0",
+    "blocks_selected": "Share of blocks with a residual",
+    "channels_selected": "Share of channels that are not quantized",
+    "blocks_overlap": "Jaccard index of the blocks with those before the last refresh",
+    "channels_overlap": "Jaccard index of the channels with those before the last refresh",
+    "tokens": "Rows counted so far",
+    "refreshes": "Refreshes so far",
+    "groups_ready": "Share of the lists that have seen min_tokens rows",
+}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,169 @@
+"""Calibration of whatever engine: prompts of a file, passes, and an engine's HTTP endpoints.
+
+An engine brings how to call its worker methods and how to run prompts with an empty prefix cache.
+"""
+
+import argparse
+import http.client
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+__all__ = ["Rpc", "Server", "ServerClass", "check_count", "main", "read_prompts", "run_passes"]
+
+Rpc = Callable[..., list[Any]]  # method, *arguments -> results of all ranks
+
+
+def read_prompts(path: Path) -> list[str]:
+    """One prompt a line: text, or JSON objects with "prompt" in a .jsonl file.
+
+    Raises:
+        ValueError: not UTF-8, a line without a prompt, or none at all.
+    """
+    try:
+        # Lines end as an editor counts them, not at form feeds or U+2028 as splitlines() has it.
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+    numbered = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise ValueError(f"{path} holds no prompt")
+    if path.suffix == ".jsonl":
+        return [_prompt_of(f"{path}: line {i}", line) for i, line in numbered]
+    return [line for _, line in numbered]
+
+
+def _prompt_of(where: str, line: str) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from None
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+        raise ValueError(f'{where} has no "prompt"')
+    return row["prompt"]
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise ``ValueError`` unless value is an integer from 1 on."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} {value!r} is not allowed: an integer from 1 on")
+
+
+def run_passes(
+    rpc: Rpc, run: Callable[[], None], passes: int | None, save: str | None
+) -> dict[str, Any]:
+    """Forget, then ``run`` and refresh as often as needed, then save.
+
+    Returns applied, sites, tokens (rows counted at most) and lists_ready (share).
+    """
+    if passes is not None:
+        check_count("passes", passes)
+    state = rpc("quads_selection_state")[0]
+    if save is not None:
+        rpc("quads_probe_selection", save)
+    rpc("quads_forget")
+    result: dict[str, Any] = {}
+    default = (state or {}).get("calibration_passes", 1)
+    for _ in range(default if passes is None else passes):
+        run()
+        result = rpc("quads_refresh")[0]
+    if save is not None:
+        rpc("quads_save_selection", save)
+    metrics = result["metrics"]
+    ready = [m["groups_ready"] for m in metrics]
+    return {
+        "applied": result["applied"],
+        "sites": len(metrics),
+        "tokens": max((m["tokens"] for m in metrics), default=0),
+        "lists_ready": sum(ready) / len(ready) if ready else 0.0,
+    }
+
+
+class Server:
+    """HTTP requests to an engine; each error is one line of a ``ValueError``.
+
+    missing_hint: (paths, what to say where the server has none of them).
+    """
+
+    missing_hint: tuple[tuple[str, ...], str] = ((), "")
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    def get(self, path: str) -> Any:
+        """The JSON of a GET."""
+        return self._json(urllib.request.Request(self.url + path), timeout=60)
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON that a POST is answered with; None for an empty answer."""
+        request = urllib.request.Request(
+            self.url + path,
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        return self._json(request, timeout=3600)
+
+    def _json(self, request: urllib.request.Request, timeout: float) -> Any:
+        url = request.full_url
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                text = response.read()
+            return self.decoded(text)
+        except urllib.error.HTTPError as error:
+            said = " ".join(error.read().decode(errors="replace").split())[:500]
+            paths, hint = self.missing_hint
+            missing = error.code == 404 and url.endswith(paths)
+            raise ValueError(f"{url}: {error}{hint if missing else ''} {said}".rstrip()) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ValueError(f"{url}: {error!r}") from None
+
+    def decoded(self, text: bytes) -> Any:
+        """The JSON of an answer, which may be empty."""
+        return json.loads(text) if text else None
+
+
+class EngineServer(Protocol):
+    """What calibration needs of a server."""
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """A worker method on all ranks."""
+
+    def complete(self, prompts: list[str], max_tokens: int) -> None:
+        """Run prompts with an empty prefix cache; the answers are thrown away."""
+
+
+ServerClass = Callable[[str, str | None], EngineServer]  # url, model
+
+
+def main(server_class: ServerClass, description: str, url: str, *, names_model: bool) -> int:
+    """Calibrate a server; returns 1 with one line if that fails.
+
+    url: the default. names_model: whether requests name a model.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--url", default=url, help="of the server")
+    parser.add_argument("--prompts", type=Path, required=True, help="text or .jsonl, one a line")
+    if names_model:
+        parser.add_argument("--model", help="default: the first that the server names")
+    parser.add_argument("--max-tokens", type=int, default=1, help="generated after each prompt")
+    parser.add_argument("--passes", type=int, help="default: what the method needs")
+    parser.add_argument("--save", help="selection file, on the server's machine")
+    args = parser.parse_args()
+    try:
+        check_count("--max-tokens", args.max_tokens)
+        if args.passes is not None:
+            check_count("--passes", args.passes)
+        prompts = read_prompts(args.prompts)
+        server = server_class(args.url, getattr(args, "model", None))
+        found = run_passes(
+            server.rpc, lambda: server.complete(prompts, args.max_tokens), args.passes, args.save
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"calibrate: error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(found))
+    return 0
