@@ -29,15 +29,13 @@ def rows(capability, activation, width, rac, hot, exact):
     bits = activation != "none"  # the first input's list is one, the second's are many
     arguments = {
         "x_ptr": "*bf16", "factor_ptr": "*fp32", "block_mask_ptr": "*u8", "channels_ptr": "*i32",
-        "bits_ptr": "*i32", "next_channels_ptr": "*i32", "next_bits_ptr": "*i32",
+        "bits_ptr": "*i32",
         "operand_ptr": "*fp16", "global_ptr": "*fp32", "hot_ptr": "*bf16", "packed_ptr": "*u8",
         "scale_ptr": "*u8", "residual_packed_ptr": "*u8", "residual_scale_ptr": "*u8",
         "sample_ptr": "*i32", "staged_ptr": "*bf16", "staged_group_ptr": "*i32", **TABLES,
-        **ACTIVATION, **ROWS, "num_experts": "i32", "rows": "i32", "next_lists": "i32",
-        "alpha": "fp32", "WIDTH": width, "PLANE": -(-width // 256) * 32,
+        **ACTIVATION, **ROWS, "num_experts": "i32", "rows": "i32", "alpha": "fp32", "WIDTH": width, "PLANE": -(-width // 256) * 32,
         "PARTS": 1 + (exact and rac) + (hot == "part"), "ACTIVATION": activation, "RAC": rac,
         "CHANNELS": 0 if hot == "none" else 64, "MANY_MASKS": True, "MANY_LISTS": bits,
-        "HAS_BITS": bits, "NEXT_CHANNELS": 0 if bits else 32, "NEXT_WIDTH": 768,
         "FOLD_RESIDUAL": not exact, "HOT": hot, "SLOTS": 64, "PACKED": exact,
         "STAGED": 8 if bits else 1, "ROWS": 1,
         "BLOCKS": blocks, "NEXT_MAY_START": capability == 90 and not bits,
@@ -52,7 +50,7 @@ def counted(capability, width, groups, channels, per_channel):
     """The kernels that measure and count rows."""
     shape = {
         "table_ptr": "*i64", "found_ptr": "*i32", "rows": "i32", "WIDTH": width,
-        "DTYPE": triton.language.bfloat16, "CHANNELS": channels, "MANY": groups > 1,
+        "DTYPE": triton.language.bfloat16, "SPLICE": channels > 0, "MANY": groups > 1,
     }  # fmt: skip
     measure = {"offered": "i32", "GROUPS": groups, "BLOCKS": ROW_BLOCKS}
     observe = {"alpha": "fp32", "PER_CHANNEL": per_channel, "CHUNK": CHUNK, "BLOCKS": TILE_BLOCKS}

@@ -50,6 +50,7 @@ def quads_linear_compensated(
     bias: torch.Tensor | None,
     block_mask: torch.Tensor | None,
     channels: torch.Tensor | None,
+    hot_bits: torch.Tensor | None,
     columns: torch.Tensor | None,
     alpha: float,
     sample_map: torch.Tensor | None,
@@ -66,7 +67,7 @@ def quads_linear_compensated(
         x,
         QuantizedTensor(packed, block_scale, global_scale.reshape(())),
         bias,
-        compensation=InputCompensation(block_mask, channels, columns, alpha),
+        compensation=InputCompensation(block_mask, channels, columns, alpha, hot_bits),
         staging=_staging(sample_map, staged),
     )
 
@@ -93,9 +94,11 @@ def quads_moe_compensated(
     apply_router_weight_on_input: bool,
     w13_block_mask: torch.Tensor | None,
     w13_channels: torch.Tensor | None,
+    w13_hot_bits: torch.Tensor | None,
     w13_columns: torch.Tensor | None,
     w2_block_mask: torch.Tensor | None,
     w2_channels: torch.Tensor | None,
+    w2_hot_bits: torch.Tensor | None,
     w2_columns: torch.Tensor | None,
     alpha: float,
     sample_map: torch.Tensor | None,
@@ -109,8 +112,10 @@ def quads_moe_compensated(
         QuantizedTensor(w2_packed, w2_block_scale, w2_global_scale),
         topk_weights,
         topk_ids,
-        w13_input=InputCompensation(w13_block_mask, w13_channels, w13_columns, alpha),
-        w2_input=InputCompensation(w2_block_mask, w2_channels, w2_columns, alpha),
+        w13_input=InputCompensation(
+            w13_block_mask, w13_channels, w13_columns, alpha, w13_hot_bits
+        ),
+        w2_input=InputCompensation(w2_block_mask, w2_channels, w2_columns, alpha, w2_hot_bits),
         gathering=Gathering(_staging(sample_map, staged[:2]), _staging(sample_map, staged[2:])),
         activation=Activation(activation, limit),
         expert_map=expert_map,
