@@ -137,9 +137,9 @@ def test_forms_fit_in_shared_memory(tokens, hidden, inner, experts, top_k):
         return
     assert tokens * top_k <= hopper.MAX_SLOTS
     assert plan.rows % 8 == 0 and 8 <= plan.rows <= hopper.MAX_ROWS
-    for _, rows, row_bytes in hopper._launches(plan, hidden, inner):
+    for _, rows, shared in hopper._launches(plan, hidden, inner):
         assert plan.rows <= rows
-        assert rows * row_bytes <= hopper.SHARED
+        assert shared <= hopper.SHARED
 
 
 def test_one_tile_for_batch_invariance(monkeypatch):

@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 ARCHITECTURE = "sm_90a"
-# Shared memory of a thread block, and the part of it that rows can have beside static variables.
+# Shared memory of a thread block, and the part of it that rows and lists can have beside static
+# variables.
 ALL_SHARED, SHARED = 227 * 1024, 208 * 1024
 THREADS = 512
 # Of routes.cuh: slots of a block, experts and slots of a layer at most; blocks beyond those needed.
@@ -142,12 +143,14 @@ def decode_plan(
 
 def _fused_capacity(hidden: int, inner: int) -> int:
     """Rows of a block of the fused kernel that fit in shared memory, in whole groups of 8."""
-    return SHARED // (_x_row(hidden) + _product_row(inner)) // 8 * 8
+    free = SHARED - _list_bytes(inner)
+    return free // (_x_row(hidden) + _product_row(inner)) // 8 * 8
 
 
 def _half_capacity(hidden: int, inner: int) -> tuple[int, int]:
     """The same of all rows in shared memory at a time, of the kernels for each GEMM."""
-    return SHARED // _x_row(hidden) // 8 * 8, SHARED // _product_row(inner) // 8 * 8
+    free = SHARED - _list_bytes(inner)
+    return free // _x_row(hidden) // 8 * 8, free // _product_row(inner) // 8 * 8
 
 
 def decode_experts(
@@ -197,23 +200,24 @@ def decode_experts(
         arguments.inspect_y = _pointer(inspection.y)
         arguments.inspect_operand = _pointer(inspection.operand)
         arguments.inspect_scale = _pointer(inspection.row_scale)
-    for name, rows, row_bytes in _launches(plan, hidden, inner):
+    for name, rows, shared in _launches(plan, hidden, inner):
         arguments.rows = rows
-        kernels[name].launch(processors, THREADS, rows * row_bytes, arguments, stream)
+        kernels[name].launch(processors, THREADS, shared, arguments, stream)
     return out
 
 
 def _launches(plan: DecodePlan, hidden: int, inner: int) -> list[tuple[str, int, int]]:
-    """Kernels in order, with the rows that each holds in shared memory and the bytes of one."""
+    """Kernels in order, with the rows that each holds in shared memory and the bytes of all."""
+    lists = _list_bytes(inner)
     if plan.form == "fused":
-        return [("moe_both", plan.rows, _x_row(hidden) + _product_row(inner))]
+        return [("moe_both", plan.rows, plan.rows * (_x_row(hidden) + _product_row(inner)) + lists)]
     suffix, (up_rows, down_rows) = "", _half_capacity(hidden, inner)
     if plan.form == "few":
         suffix = "_few"
         up_rows, down_rows = min(2 * FEW_ROWS, up_rows), min(2 * FEW_ROWS, down_rows)
     return [
-        (f"moe_up{suffix}", up_rows, _x_row(hidden)),
-        (f"moe_down{suffix}", down_rows, _product_row(inner)),
+        (f"moe_up{suffix}", up_rows, up_rows * _x_row(hidden)),
+        (f"moe_down{suffix}", down_rows, down_rows * _product_row(inner) + lists),
     ]
 
 
@@ -341,6 +345,11 @@ def _x_row(hidden: int) -> int:
 def _product_row(inner: int) -> int:
     """``PRODUCT_ROW`` of moe.cu."""
     return inner * 2 + 32
+
+
+def _list_bytes(inner: int) -> int:
+    """Of the ``Lists`` of two experts, behind the rows: bits and choice of each block."""
+    return 2 * (inner // 16) * 5
 
 
 @cache
