@@ -4,6 +4,7 @@ Each function yields (name, whether it holds, figures) for a device.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -172,6 +173,7 @@ def refreshes(device: str) -> Iterator[Check]:
     new = random_lists("rac-dequant", 304, 1, 1, 20, generator)
     lists.block_mask.copy_(new.block_mask)
     lists.channels.copy_(new.channels)
+    lists.hot_bits.copy_(new.hot_bits)
     got, want = (gemm(x, w, these) for these in (lists, new))
     yield "refresh in place", torch.equal(got, want) and not torch.equal(got, old), ""
 

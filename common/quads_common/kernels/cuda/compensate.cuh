@@ -4,9 +4,9 @@
 // A row of BLOCKS * 16 elements lies in planes of PLANE bytes: word b of plane j holds elements j and
 // j + 8 of block b. LANES neighbouring lanes of a warp share a block: lane s of them has its words of
 // planes s, s + LANES, .. So few rows keep all warps busy, and many repeat little.
+//
+// After device.cuh and routes.cuh, of which it uses functions and THREADS, MAX_ROWS.
 #pragma once
-#include "device.cuh"
-#include "routes.cuh"
 
 // The lists of GEMM2's input: of each expert, or one for all where the stride is 0.
 struct Compensation {
