@@ -145,8 +145,8 @@ def test_other_backends_are_refused_by_name():
     q = layer.q
     with pytest.raises(ValueError, match="backend 'marlin' cannot compensate"):
         quads_linear_compensated(
-            normal(5, HIDDEN), q.packed, q.block_scale, q.global_scale, None, None, None, None, None,
-            1.0, None, staged(HIDDEN), "marlin",
+            normal(5, HIDDEN), q.packed, q.block_scale, q.global_scale, None, None, None, None,
+            None, 1.0, None, staged(HIDDEN), "marlin",
         )  # fmt: skip
 
 

@@ -79,7 +79,14 @@ def test_rows_are_kept_in_order(library):
 @pytest.mark.parametrize("lanes", [1, 2, 4])
 @pytest.mark.parametrize(
     "preset",
-    [None, Preset(0.5), Preset(1.0, alpha=0.5), Preset(channels=32), Preset(0.5, 32), Preset(0.0, 5)],
+    [
+        None,
+        Preset(0.5),
+        Preset(1.0, alpha=0.5),
+        Preset(channels=32),
+        Preset(0.5, 32),
+        Preset(0.0, 5),
+    ],
     ids=["plain", "rac", "rac-alpha", "splice", "splice-rac", "nothing-selected"],
 )
 def test_rows_equal_torch(library, preset, lanes):

@@ -112,9 +112,7 @@ def quads_moe_compensated(
         QuantizedTensor(w2_packed, w2_block_scale, w2_global_scale),
         topk_weights,
         topk_ids,
-        w13_input=InputCompensation(
-            w13_block_mask, w13_channels, w13_columns, alpha, w13_hot_bits
-        ),
+        w13_input=InputCompensation(w13_block_mask, w13_channels, w13_columns, alpha, w13_hot_bits),
         w2_input=InputCompensation(w2_block_mask, w2_channels, w2_columns, alpha, w2_hot_bits),
         gathering=Gathering(_staging(sample_map, staged[:2]), _staging(sample_map, staged[2:])),
         activation=Activation(activation, limit),

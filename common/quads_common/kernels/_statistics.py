@@ -48,8 +48,8 @@ def measure_rows_kernel(
     """The group and the maxima of each row that waits; the row is forgotten. Grid: (inputs, rows).
 
     found: [3, inputs, rows] int32: the group, -1 for a row that is not there or holds NaN or Inf;
-    bits of the largest magnitude of all channels and of those that are not hot. With SPLICE there
-    are bits of the hot channels, MANY: a list for each group, else one. offered: added to every input's.
+    bits of the largest magnitude of all channels and of those that are not hot. With SPLICE hot
+    channels come as bits; MANY: a list for each group, else one. offered: added to every input's.
     """
     number = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1)

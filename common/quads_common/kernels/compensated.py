@@ -18,7 +18,7 @@ from quads_common.compensation.operands import InputCompensation
 from quads_common.compensation.staging import Staging
 from quads_common.format import QuantizedTensor
 from quads_common.kernels.compensated_gemm import compensated_gemm, exact_config
-from quads_common.kernels.compensated_rows import compensate_rows
+from quads_common.kernels.compensated_rows import check_lists, compensate_rows
 from quads_common.kernels.gemm import GemmConfig, linear_config
 from quads_common.kernels.moe import DOWN, GATE_UP, MoeConfig, batch_invariant, moe_config
 from quads_common.kernels.route import Routes, make_table, sum_slots_triton
@@ -99,9 +99,7 @@ def fused_moe_compensated_triton(
     first = form_config(config.gemm1, w13_input, exact)
     second = form_config(config.gemm2, w2_input, exact)
     table = make_table(routes, first.block_m)
-    rows = compensate_rows(
-        x, w13_input, exact=exact, row_factor=row_factor, staging=gathering.w13
-    )
+    rows = compensate_rows(x, w13_input, exact=exact, row_factor=row_factor, staging=gathering.w13)
     y = x.new_empty((tokens * top_k, w13.shape[1]))
     compensated_gemm(
         rows, w13_input, w13, y, config=first, table=table, top_k=top_k, bias=w13_bias,
@@ -161,6 +159,7 @@ def fused_moe_compensated_hopper(
         )  # fmt: skip
     if apply_router_weight_on_input and top_k != 1:
         raise ValueError(f"apply_router_weight_on_input needs top_k = 1, got {top_k}")
+    check_lists(w2_input, experts, inner)
     router = topk_weights.float().contiguous()
     routes = Routes(topk_ids.contiguous(), expert_map, experts)
     row_factor = router if apply_router_weight_on_input else None

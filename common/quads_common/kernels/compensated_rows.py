@@ -17,7 +17,7 @@ from quads_common.kernels import _compensated
 from quads_common.kernels.route import Routes
 from quads_common.kernels.rows import MAX_WIDTH, PLANE_ALIGNMENT, Operand, check_dtype, row_warps
 
-__all__ = ["CompensatedRows", "Parts", "check_hot_bits", "compensate_rows"]
+__all__ = ["CompensatedRows", "Parts", "check_hot_bits", "check_lists", "compensate_rows"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def compensate_rows(
     if width > MAX_WIDTH:
         raise ValueError(f"rows of {width} elements are too long: at most {MAX_WIDTH}")
     lists = 1 if routes is None else routes.num_experts
-    _check_lists(compensation, lists, width)
+    check_lists(compensation, lists, width)
     if staging is not None:
         _check_staging(staging, rows, width, 1 if routes is None else routes.topk_ids.shape[1])
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -127,7 +127,8 @@ def compensate_rows(
     return CompensatedRows(folded, parts, hot, quantized, residual, codes)
 
 
-def _check_lists(compensation: InputCompensation, lists: int, width: int) -> None:
+def check_lists(compensation: InputCompensation, lists: int, width: int) -> None:
+    """Raise ``ValueError`` for lists that rows of ``width`` in so many groups cannot have."""
     mask, channels = compensation.block_mask, compensation.channels
     if mask is not None:
         allowed = [(1, width // BLOCK_SIZE), (lists, width // BLOCK_SIZE)]
@@ -231,9 +232,11 @@ def _launch(
         RAC=mask is not None, CHANNELS=slots,
         MANY_MASKS=mask is not None and mask.shape[0] > 1,
         MANY_LISTS=channels is not None and channels.shape[0] > 1,
-        FOLD_RESIDUAL=not exact, HOT=hot_form, SLOTS=triton.next_power_of_2(max(1, slots)), PACKED=bool(codes),
+        FOLD_RESIDUAL=not exact, HOT=hot_form, SLOTS=triton.next_power_of_2(max(1, slots)),
+        PACKED=bool(codes),
         STAGED=0 if staging is None else 1 if routes is None else routes.topk_ids.shape[1],
         ROWS=tile_rows, BLOCKS=blocks,
-        num_warps=row_warps(tiles, blocks * tile_rows * BLOCK_SIZE),
+        # More work for each block than the plain quantizer has: fewer threads that repeat it.
+        num_warps=row_warps(tiles, blocks * tile_rows * BLOCK_SIZE, few=8),
         NEXT_MAY_START=next_may_start, enable_fp_fusion=False,
     )  # fmt: skip

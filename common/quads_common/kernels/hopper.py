@@ -71,7 +71,7 @@ class RowCompensation:
     """What is folded into GEMM2's operand, of one list for all experts (L = 1) or one for each.
 
     block_mask: [L, I/16] bool, blocks whose residual is added; None: no RAC. hot_bits: [L, I/16]
-    int32, ``compensated_rows.list_bits``; None: no splice. alpha: factor of the residual.
+    int32, ``operands.channel_bits``; None: no splice. alpha: factor of the residual.
     """
 
     block_mask: torch.Tensor | None
@@ -310,6 +310,8 @@ def _compensation(lists: RowCompensation | None) -> _Compensation:
     for name, tensor in (("block_mask", mask), ("hot_bits", bits)):
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, has strides {list(tensor.stride())}")
+        if tensor is not None and tensor.data_ptr() % 4:  # they are copied by words
+            raise ValueError(f"{name} must lie at a multiple of 4, is at {tensor.data_ptr():#x}")
     strides = (0 if t is None or t.shape[0] == 1 else t.shape[1] for t in (mask, bits))
     return _Compensation(_pointer(mask), _pointer(bits), *strides, lists.alpha)
 

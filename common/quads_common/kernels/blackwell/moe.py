@@ -72,9 +72,7 @@ def fused_moe_blackwell(
         rows, w13, y, config=first, compensation=w13_input, table=table, top_k=top_k,
         bias=w13_bias,
     )  # fmt: skip
-    rows = pack_rows(
-        y, w2_input, activation=activation, routes=routes, staging=gathering.w2
-    )
+    rows = pack_rows(y, w2_input, activation=activation, routes=routes, staging=gathering.w2)
     slots = torch.empty((tokens * top_k, x.shape[1]), dtype=torch.float32, device=x.device)
     grouped_gemm_fp4(
         rows, w2, slots, config=second, compensation=w2_input, table=table, bias=w2_bias,

@@ -25,12 +25,12 @@ struct Lists {
   // Start copies, by all threads; those need wait_for_copies and a barrier.
   template <bool RAC, bool SPLICE>
   DEVICE void fetch(const Compensation& from, int expert) {
-    const int tid = threadIdx.x;
+    const u32 tid = threadIdx.x;
     if (SPLICE)
-      for (int i = tid; i < BLOCKS; i += THREADS)
+      for (u32 i = tid; i < BLOCKS; i += THREADS)
         copy_word(shared_address(hot + i), from.hot_bits + expert * from.bits_stride + i);
     if (RAC)
-      for (int i = THREADS - 1 - tid; i < BLOCKS / 4; i += THREADS)
+      for (u32 i = THREADS - 1 - tid; i < BLOCKS / 4; i += THREADS)
         copy_word(shared_address(chosen + i), from.block_mask + expert * from.mask_stride + i * 4);
   }
 };
