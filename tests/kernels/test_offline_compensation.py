@@ -18,6 +18,7 @@ from tests.kernels.offline import compile_kernel
 
 CAPABILITIES = [80, 89, 90]
 STACK = {80: 16, 89: 16, 90: 0}
+STATISTICS_STACK = 40
 TABLES = {"ids_ptr": "*i32", "map_ptr": "*i32", "map_size": "i32"}
 ACTIVATION = {"limit": "fp32", "act_alpha": "fp32", "beta": "fp32", "HAS_LIMIT": False}
 ROWS = {"stride_row": "i32", "HAS_IDS": True, "HAS_MAP": False, "HAS_FACTOR": False}
@@ -118,7 +119,7 @@ def test_statistics_contract_nothing(form, capability):
         assert not contracted(compiled)
         assert "fma.rn.f64" not in compiled.ptx
         # Around the division's slow path; these kernels run between forwards, and seldom.
-        assert compiled.stack <= 2 * STACK[capability]
+        assert compiled.stack <= STATISTICS_STACK
     assert re.search(r"ld\.global\.v[24]\.b32", observe.ptx), "addresses of a table are aligned"
     # One atomic, which counts programs exactly: no sum depends on the order in which those come.
     assert re.findall(r"\batom\.\S+", observe.ptx) == ["atom.global.gpu.acq_rel.add.f64"]
