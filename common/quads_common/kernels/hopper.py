@@ -39,6 +39,8 @@ ARCHITECTURE = "sm_90a"
 # Shared memory of a thread block, and the part of it that rows and lists can have beside static
 # variables.
 ALL_SHARED, SHARED = 227 * 1024, 208 * 1024
+# Of the latter, what "few" has static variables for: the sums of parts.
+PART_SUMS = 16 * 1024
 THREADS = 512
 # Of routes.cuh: slots of a block, experts and slots of a layer at most; blocks beyond those needed.
 MAX_ROWS, MAX_EXPERTS, MAX_SLOTS, MAX_SPARES = 32, 512, 4096, 12
@@ -101,7 +103,7 @@ def why_not_hopper(experts: int, hidden: int, inner: int, activation: Activation
         return f"hidden {hidden} and intermediate {inner} are not both multiples of 128"
     if experts > MAX_EXPERTS:
         return f"{experts} experts (at most {MAX_EXPERTS})"
-    if min(_half_capacity(hidden, inner)) < 8:
+    if min(_half_capacity(hidden, inner, PART_SUMS)) < 8:
         return f"8 rows of {max(hidden, inner)} do not fit in shared memory"
     return None
 
@@ -147,9 +149,9 @@ def _fused_capacity(hidden: int, inner: int) -> int:
     return free // (_x_row(hidden) + _product_row(inner)) // 8 * 8
 
 
-def _half_capacity(hidden: int, inner: int) -> tuple[int, int]:
+def _half_capacity(hidden: int, inner: int, taken: int = 0) -> tuple[int, int]:
     """The same of all rows in shared memory at a time, of the kernels for each GEMM."""
-    free = SHARED - _list_bytes(inner)
+    free = SHARED - taken - _list_bytes(inner)
     return free // _x_row(hidden) // 8 * 8, free // _product_row(inner) // 8 * 8
 
 
@@ -214,6 +216,7 @@ def _launches(plan: DecodePlan, hidden: int, inner: int) -> list[tuple[str, int,
     suffix, (up_rows, down_rows) = "", _half_capacity(hidden, inner)
     if plan.form == "few":
         suffix = "_few"
+        up_rows, down_rows = _half_capacity(hidden, inner, PART_SUMS)
         up_rows, down_rows = min(2 * FEW_ROWS, up_rows), min(2 * FEW_ROWS, down_rows)
     return [
         (f"moe_up{suffix}", up_rows, up_rows * _x_row(hidden)),

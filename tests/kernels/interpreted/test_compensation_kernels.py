@@ -1,5 +1,7 @@
 """Compensation kernels in Triton's interpreter, at small odd sizes, against torch and float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -115,6 +117,10 @@ def test_bad_arguments_are_named():
         compensated.compensate_rows(x, lists, exact=True)
     with pytest.raises(ValueError, match="block_mask must be bool"):
         compensated.compensate_rows(x[:, :32], Preset(1.0).lists(64, 1, 8, "cpu"))
+    with pytest.raises(ValueError, match="channels need their hot_bits"):
+        compensated.compensate_rows(x, replace(lists, hot_bits=None))
+    with pytest.raises(ValueError, match=r"hot_bits must be int32 \[1, 4\], got torch.int64"):
+        compensated.compensate_rows(x, replace(lists, hot_bits=lists.hot_bits.long()))
     rows, groups = new_staging(2, 1, 64, x.dtype)
     sample_map = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"sample_map must be int32 \[2\]"):
