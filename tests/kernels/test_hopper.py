@@ -129,7 +129,9 @@ def test_forms_of_qwen3_30b_a3b(tokens, plan):
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 33, 100, 500, 4096, 70000])
-@pytest.mark.parametrize("hidden, inner", [*SHAPES, (128, 128), (6400, 6400), (8192, 8192)], ids=str)
+@pytest.mark.parametrize(
+    "hidden, inner", [*SHAPES, (128, 128), (6400, 6400), (8192, 8192)], ids=str
+)
 @pytest.mark.parametrize("experts, top_k", [(1, 1), (8, 2), (128, 8), (512, 10)])
 def test_forms_fit_in_shared_memory(tokens, hidden, inner, experts, top_k):
     plan = decode_plan(tokens, top_k, experts, hidden, inner, 132)
