@@ -22,7 +22,7 @@ from benchmarks.moe_shapes import SHAPES
 from benchmarks.timing import graph_time
 from quads_common.activation import Activation
 from quads_common.compensation.moe import Gathering
-from quads_common.compensation.operands import InputCompensation, gather_columns
+from quads_common.compensation.operands import InputCompensation, channel_bits, gather_columns
 from quads_common.compensation.sampling import most_samples
 from quads_common.compensation.staging import StagedInput, Staging, new_staging
 from quads_common.compensation.statistics import new_statistics
@@ -88,17 +88,18 @@ def lists_of(layer: Layer, variant: Variant) -> tuple[InputCompensation, InputCo
         (layer.w2_bf16, layer.experts, variant.channels[1]),
     ):
         width = weight.shape[2]
-        mask = channels = columns = None
+        mask = channels = columns = bits = None
         if variant.ratio is not None:
             order = torch.rand((groups, width // 16), device="cuda").argsort(dim=1)
             mask = order < round(variant.ratio * width / 16)
         if slots:
             order = torch.rand((groups, width), device="cuda").argsort(dim=1)[:, :slots]
             channels = order.sort(dim=1).values.int()
+            bits = channel_bits(channels, width)
         if variant.columns and channels is not None:
             own = channels.expand(layer.experts, -1)
             columns = torch.stack([gather_columns(w, c) for w, c in zip(weight, own, strict=True)])
-        found.append(InputCompensation(mask, channels, columns))
+        found.append(InputCompensation(mask, channels, columns, hot_bits=bits))
     return found[0], found[1]
 
 
@@ -252,7 +253,10 @@ def count_table(timed: bool = False) -> None:
                 served = InputCompensation()
                 if slots:
                     order = torch.rand((lists, width), device="cuda").argsort(dim=1)
-                    served = InputCompensation(channels=order[:, :slots].int())
+                    chosen = order[:, :slots].int()
+                    served = InputCompensation(
+                        channels=chosen, hot_bits=channel_bits(chosen, width)
+                    )
                 rows, empty = new_staging(PLACES, k, width, torch.bfloat16, "cuda")
                 stats = new_statistics(lists, width, device="cuda")
                 inputs.append(StagedInput(stats, served, rows.normal_(), empty))

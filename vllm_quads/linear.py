@@ -132,7 +132,7 @@ class QuadsLinearMethod(LinearMethodBase):
     def _apply_compensated(
         self, layer: nn.Module, given: LayerInput, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        mask, channels, columns = given.selection(layer)
+        *lists, columns = given.selection(layer)
         countable = x.ndim == 2  # rows of another layout are no list of tokens
         return quads_linear_compensated(
             x,
@@ -140,8 +140,7 @@ class QuadsLinearMethod(LinearMethodBase):
             layer.weight_scale,
             layer.weight_global_scale,
             bias,
-            mask,
-            channels,
+            *lists,
             None if columns is None else columns[0],
             given.alpha,
             given.sample_map(layer, x.shape[0]) if countable else None,

@@ -41,7 +41,16 @@ def bf16(**changes):
 
 
 def channels(compensator) -> list[list[list[int]]]:
-    return [state.selection.channels.tolist() for state in compensator.states]
+    """The lists in force; what follows from them must be in force with them."""
+    found = [state.selection.channels.tolist() for state in compensator.states]
+    for state, lists in zip(compensator.states, found, strict=True):
+        bits = [[0] * state.site.blocks for _ in lists]
+        for group, hot in enumerate(lists):
+            for channel in hot:
+                if channel >= 0:
+                    bits[group][channel // 16] |= 1 << channel % 16
+        assert state.selection.hot_bits.tolist() == bits, state.site.name
+    return found
 
 
 def stored(rows: int = N, width: int = K, count: int = EXPERTS) -> WeightUnits:

@@ -58,8 +58,8 @@ class Linear(torch.nn.Module):
     def forward(self, x: torch.Tensor, sample_map: torch.Tensor | None) -> torch.Tensor:
         y = quads_linear_compensated(
             x + 1, self.q.packed, self.q.block_scale, self.q.global_scale, None,
-            self.selection_block_mask, self.selection_channels, None, OPTIONS.rac_alpha,
-            sample_map, [self.staged_rows, self.staged_groups], "emulated",
+            self.selection_block_mask, self.selection_channels, self.selection_hot_bits, None,
+            OPTIONS.rac_alpha, sample_map, [self.staged_rows, self.staged_groups], "emulated",
         )  # fmt: skip
         return y * 2
 
@@ -91,7 +91,8 @@ def moe_arguments(w13, w2, x, weights, ids, selections, sample_map, buffers):
     return (
         x, w13.packed, w13.block_scale, w13.global_scale, w2.packed, w2.block_scale,
         w2.global_scale, weights, ids, None, "silu", None, False,
-        lists[0].block_mask, lists[0].channels, None, lists[1].block_mask, lists[1].channels, None,
+        lists[0].block_mask, lists[0].channels, lists[0].hot_bits, None,
+        lists[1].block_mask, lists[1].channels, lists[1].hot_bits, None,
         1.0, sample_map, buffers, "emulated",
     )  # fmt: skip
 
@@ -133,7 +134,8 @@ def test_operators_check_out():
     q, selection = layer.q, layer.state.selection
     arguments = (
         normal(5, HIDDEN), q.packed, q.block_scale, q.global_scale, None, selection.block_mask,
-        selection.channels, None, 1.0, sampled(5, 0), staged(HIDDEN), "emulated",
+        selection.channels, selection.hot_bits, None, 1.0, sampled(5, 0), staged(HIDDEN),
+        "emulated",
     )  # fmt: skip
     torch.library.opcheck(quads_linear_compensated, arguments, test_utils="test_faketensor")
 
@@ -143,8 +145,8 @@ def test_other_backends_are_refused_by_name():
     q = layer.q
     with pytest.raises(ValueError, match="backend 'marlin' cannot compensate"):
         quads_linear_compensated(
-            normal(5, HIDDEN), q.packed, q.block_scale, q.global_scale, None, None, None, None, 1.0,
-            None, staged(HIDDEN), "marlin",
+            normal(5, HIDDEN), q.packed, q.block_scale, q.global_scale, None, None, None, None,
+            None, 1.0, None, staged(HIDDEN), "marlin",
         )  # fmt: skip
 
 

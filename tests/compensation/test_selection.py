@@ -109,6 +109,7 @@ def test_compensation_says_what_is_off():
     for options, blocks, channels in ((both, True, True), (rac, True, False), (splice, 0, True)):
         found = new_selection(site(), options).compensation(options, "w2")
         assert (found.block_mask is not None, found.channels is not None) == (blocks, channels)
+        assert (found.hot_bits is not None) == channels
     other = CompensationOptions.from_preset("quads", {"compensate": ["w13"], "rac_alpha": 0.5})
     found = new_selection(site(), other).compensation(other, "w2")
     assert found.block_mask is None and found.alpha == 0.5
@@ -126,10 +127,12 @@ def test_lists_are_written_in_place():
     assert selection.blocks.tolist() == [[1, 3, -1, -1], [-1] * 4, [-1] * 4]
     assert selection.channels[1, :4].tolist() == [2, 7, 63, -1]
     assert torch.equal(hot_mask(selection, 64), hot) and torch.equal(selection.block_mask, blocks)
+    assert selection.hot_bits.tolist() == [[0] * 4, [1 << 2 | 1 << 7, 0, 0, 1 << 15], [0] * 4]
     assert {name: t.data_ptr() for name, t in selection.buffers().items()} == before
     assert selection.checksum() != digest
     write_selection(selection, torch.ones(3, 4, dtype=torch.bool), hot & ~hot)
     assert selection.checksum() == digest
+    assert not selection.hot_bits.any()
 
 
 def best_allocation(scores: list[np.ndarray], total: int) -> float:

@@ -151,7 +151,7 @@ GROUPS = {
         "compensate_rows_kernel", "compensated_gemm_kernel", "place_routes", "sum_slots",
     ),
     "compensated rows": group(
-        quick(compare_compensated_rows.operands), "compensate_rows_kernel", "list_bits_kernel"
+        quick(compare_compensated_rows.operands), "compensate_rows_kernel"
     ),
     "layers": group(moe_layers, "place_routes", "grouped_gemm_kernel", "sum_slots"),
     "variants": group(quick(compare_variants.variants), "grouped_gemm_kernel", "sum_slots"),

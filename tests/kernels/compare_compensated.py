@@ -14,6 +14,7 @@ from quads_common.compensation.linear import linear_compensated
 from quads_common.compensation.moe import Gathering, fused_moe_compensated
 from quads_common.compensation.operands import (
     InputCompensation,
+    channel_bits,
     compensated_operands,
 )
 from quads_common.format import QuantizedTensor
@@ -111,13 +112,14 @@ def nothing_selected(name: str, x: torch.Tensor, weight: QuantizedTensor) -> Ite
     plain = linear_triton(x, weight)
     mask = torch.zeros((1, k // 16), dtype=torch.bool, device=x.device)
     channels = torch.full((1, 16), -1, dtype=torch.int32, device=x.device)
+    bits = channel_bits(channels, k)
     columns = x.new_zeros((n, 16))
     wrong = {}
     for what, lists in (
         ("none", InputCompensation()),
         ("no block", InputCompensation(mask)),
-        ("no channel", InputCompensation(mask, channels)),
-        ("no column", InputCompensation(None, channels, columns)),
+        ("no channel", InputCompensation(mask, channels, hot_bits=bits)),
+        ("no column", InputCompensation(None, channels, columns, hot_bits=bits)),
     ):
         for exact in (False, True):
             got = linear_compensated_triton(x, weight, compensation=lists, exact=exact)
@@ -303,6 +305,7 @@ def plain_layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
                 InputCompensation(
                     torch.zeros((groups, width // 16), dtype=torch.bool, device=device),
                     torch.full((groups, 16), -1, dtype=torch.int32, device=device),
+                    hot_bits=torch.zeros((groups, width // 16), dtype=torch.int32, device=device),
                 )
                 for groups, width in ((1, hidden), (experts, inner))
             )

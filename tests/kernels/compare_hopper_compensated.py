@@ -66,9 +66,8 @@ def one_layer(name, x, weights, tiled, router, ids, lists) -> Iterator[Check]:
     routes = Routes(ids, None, experts)
     flat = ids.flatten().long()
     valid = flat >= 0
-    following = None if second.channels is None else (second.channels, inner)
-    rows = compensate_rows(x, first, following=following)
-    compensation = RowCompensation(second.block_mask, rows.next_bits, second.alpha)
+    rows = compensate_rows(x, first)
+    compensation = RowCompensation(second.block_mask, second.hot_bits, second.alpha)
     slots, results = tokens * top_k, []
     for plan in (
         DecodePlan("fused", min(32, hopper._fused_capacity(hidden, inner))),

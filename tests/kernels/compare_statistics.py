@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quads_common.compensation.operands import InputCompensation
+from quads_common.compensation.operands import InputCompensation, channel_bits
 from quads_common.compensation.staging import StagedInput, count_staged, new_staging
 from quads_common.compensation.statistics import ChannelStatistics, new_statistics
 from quads_common.kernels.statistics import count_staged_triton
@@ -100,7 +100,8 @@ def new_lists(case: Case, number: int, device: str) -> InputCompensation:
     lists[:, 1] = -1
     if len(lists) > 1:
         lists[-1] = -1
-    return InputCompensation(channels=lists.to(device), alpha=case.alpha)
+    bits = channel_bits(lists, case.width).to(device)
+    return InputCompensation(channels=lists.to(device), alpha=case.alpha, hot_bits=bits)
 
 
 def new_input(case: Case, served: InputCompensation, device: str) -> StagedInput:

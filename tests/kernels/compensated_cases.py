@@ -1,10 +1,10 @@
 """Inputs of the compensation kernels' comparisons: lists of every kind, rows with edges."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from quads_common.compensation.operands import InputCompensation
+from quads_common.compensation.operands import InputCompensation, channel_bits
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Preset:
                     tensor[-1] = nothing
         if self.columns:
             columns = torch.randn((groups, rows, count), generator=generator).to(torch.bfloat16)
-        moved = (t if t is None else t.to(device) for t in (mask, channels, columns))
-        return InputCompensation(*moved, self.alpha)
+        bits = None if channels is None else channel_bits(channels, width)
+        return moved(InputCompensation(mask, channels, columns, self.alpha, bits), device)
 
 
 PRESETS = {
@@ -73,5 +73,10 @@ def enlarge_hot(x: torch.Tensor, lists: torch.Tensor, of_row: torch.Tensor) -> N
 
 
 def moved(lists: InputCompensation, device: str) -> InputCompensation:
-    tensors = (lists.block_mask, lists.channels, lists.columns)
-    return InputCompensation(*(t if t is None else t.to(device) for t in tensors), lists.alpha)
+    """Copies on a device."""
+    tensors = {
+        name: value.to(device)
+        for name, value in vars(lists).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return replace(lists, **tensors)

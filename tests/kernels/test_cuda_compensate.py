@@ -76,39 +76,43 @@ def test_rows_are_kept_in_order(library):
     assert_same_bits(got, x, f"{width}")
 
 
+@pytest.mark.parametrize("lanes", [1, 2, 4])
 @pytest.mark.parametrize(
     "preset",
-    [Preset(0.5), Preset(1.0, alpha=0.5), Preset(channels=32), Preset(0.5, 32), Preset(0.0, 5)],
-    ids=["rac", "rac-alpha", "splice", "splice-rac", "nothing-selected"],
+    [
+        None,
+        Preset(0.5),
+        Preset(1.0, alpha=0.5),
+        Preset(channels=32),
+        Preset(0.5, 32),
+        Preset(0.0, 5),
+    ],
+    ids=["plain", "rac", "rac-alpha", "splice", "splice-rac", "nothing-selected"],
 )
-def test_rows_equal_torch(library, preset):
+def test_rows_equal_torch(library, preset, lanes):
+    """Rows of two experts at a time, also none of the second, and with bad rows among them."""
     run, width = library
-    x = hot_rows(24, width, torch.Generator().manual_seed(41), torch.bfloat16)
-    groups = 3
-    lists = preset.lists(width, groups, 4, "cpu")
-    if lists.channels is not None:
-        enlarge_hot(x, lists.channels, torch.arange(len(x)) % groups)
-    x[-1, 7], x[-2, 9] = torch.nan, -torch.inf
-    if lists.channels is not None:
-        x[5, lists.channels[5 % groups, 1]] = torch.inf
-    mask = torch.zeros((len(x), width // 16), dtype=torch.uint8)
-    bits = torch.zeros((len(x), width // 16), dtype=torch.int32)
-    for row in range(len(x)):
-        if lists.block_mask is not None:
-            mask[row] = lists.block_mask[row % groups]
+    lists = preset.lists(width, 2, 4, "cpu") if preset else InputCompensation()
+    for count, split in ((1, 1), (2, 1), (24, 24), (13, 8)):
+        x = hot_rows(count, width, torch.Generator().manual_seed(41), torch.bfloat16)
+        of_row = (torch.arange(count) >= split).long()
         if lists.channels is not None:
-            for channel in lists.channels[row % groups].tolist():
-                if channel >= 0:
-                    bits[row, channel // 16] |= 1 << channel % 16
-    values, scales = in_planes(x).view(torch.int16), torch.zeros(len(x))
-    run.compensate(
-        ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(scales.data_ptr()), len(x),
-        ctypes.c_void_p(mask.data_ptr()), ctypes.c_void_p(bits.data_ptr()),
-        ctypes.c_float(lists.alpha), lists.block_mask is not None, lists.channels is not None,
-    )  # fmt: skip
-    for row in range(len(x)):
-        one = InputCompensation(lists.block_mask, lists.channels, None, lists.alpha)
-        want = fold(compensated_operands(x[row : row + 1], one, row % groups))
-        got = values.view(torch.float16)[row : row + 1]
-        assert_same_bits(got + 0.0, in_planes(want.values) + 0.0, f"{width} row {row}")
-        assert_same_bits(scales[row : row + 1], want.row_scale.flatten(), f"{width} row {row}")
+            enlarge_hot(x, lists.channels, of_row)
+        if count > 6:
+            x[-1, 7], x[-2, 9] = torch.nan, -torch.inf
+            if lists.channels is not None:
+                x[5, lists.channels[0, 1]] = torch.inf
+        values, scales = in_planes(x).view(torch.int16), torch.zeros(count)
+        mask, bits = lists.block_mask, lists.hot_bits
+        run.compensate(
+            ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(scales.data_ptr()), count, split,
+            ctypes.c_void_p(None if mask is None else mask.data_ptr()),
+            ctypes.c_void_p(None if bits is None else bits.data_ptr()),
+            ctypes.c_float(lists.alpha), mask is not None, bits is not None, lanes,
+        )  # fmt: skip
+        for row in range(count):
+            want = fold(compensated_operands(x[row : row + 1], lists, int(of_row[row])))
+            got = values.view(torch.float16)[row : row + 1]
+            what = f"{width}, {count} rows, row {row}"
+            assert_same_bits(got + 0.0, in_planes(want.values) + 0.0, what)
+            assert_same_bits(scales[row : row + 1], want.row_scale.flatten(), what)

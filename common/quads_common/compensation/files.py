@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from quads_common.compensation.file_checks import check_header, check_ids, check_values
 from quads_common.compensation.options import CompensationOptions
+from quads_common.compensation.selection import DERIVED, derived_buffers
 from quads_common.compensation.site import Site
 from quads_common.compensation.state import SiteState
 from quads_common.compensation.statistics import copy_into
@@ -38,7 +39,7 @@ __all__ = [
 
 _HEADER = "quads"
 _COUNTERS = ("statistics_offered", "averages_refreshes")  # [1], the same on every rank
-_NOT_SAVED = "selection_block_mask"  # follows from blocks
+_NOT_SAVED = tuple(f"selection_{name}" for name in DERIVED)
 _IDS = {"selection_blocks": BLOCK_SIZE, "selection_channels": 1}  # channels per id
 # Options that say what a selection means; others may change between saving and loading.
 _SHAPING = (
@@ -78,7 +79,7 @@ def snapshot(state: SiteState) -> SitePart:
     """Copy a site's buffers to the CPU."""
     tensors = {}
     for name, tensor in state.buffers().items():
-        if name == _NOT_SAVED:
+        if name in _NOT_SAVED:
             continue
         copy = tensor.detach().cpu().clone()
         if name in _IDS:
@@ -201,11 +202,9 @@ def restore(
         raise ValueError(f"{saved.path}: site {odd} is {where}")
     cut = [_part_of(saved, state) for state in states]
     for state, tensors in zip(states, cut, strict=True):
-        ids = tensors["selection_blocks"]
-        mask = (ids.unsqueeze(2) == torch.arange(state.site.blocks)).any(dim=1)
-        copy_into(
-            state.buffers(), {**tensors, _NOT_SAVED: mask}, f"{saved.path}: {state.site.name}"
-        )
+        derived = derived_buffers(tensors["selection_blocks"], tensors["selection_channels"])
+        tensors |= {f"selection_{name}": tensor for name, tensor in derived.items()}
+        copy_into(state.buffers(), tensors, f"{saved.path}: {state.site.name}")
 
 
 def _check_fits(saved: SavedSelection, tp_size: int, options: CompensationOptions) -> None:
@@ -272,7 +271,7 @@ def _part_of(saved: SavedSelection, state: SiteState) -> dict[str, torch.Tensor]
     rows = torch.tensor(site.groups, dtype=torch.int64)
     part: dict[str, torch.Tensor] = {}
     for name, buffer in state.buffers().items():
-        if name == _NOT_SAVED:
+        if name in _NOT_SAVED:
             continue
         tensor = saved.tensors.get(f"{site.name}/{name}")
         columns = 1 if buffer.ndim == 1 else buffer.shape[1]

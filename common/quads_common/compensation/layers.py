@@ -139,10 +139,13 @@ class LayerInput:
             layer.register_buffer(prefix + name, tensor, persistent=False)
         if self.columns is not None:
             layer.register_buffer(f"{prefix}columns", self.columns.columns, persistent=False)
-        self._block_mask = f"{prefix}selection_block_mask" if options.ratio(site.kind) else ""
         has_slots = self.state.selection.channels.shape[1] > 0
-        self._channels = f"{prefix}selection_channels" if has_slots else ""
-        self._columns = f"{prefix}columns" if self.columns is not None else ""
+        self._selection = (
+            f"{prefix}selection_block_mask" if options.ratio(site.kind) else "",
+            f"{prefix}selection_channels" if has_slots else "",
+            f"{prefix}selection_hot_bits" if has_slots else "",
+            f"{prefix}columns" if self.columns is not None else "",
+        )
         counted = counted and runtime.period > 0 and options.active(site.kind)
         # Compilers want a list of mutated buffers to have elements, so there are always two.
         places = runtime.places if counted else 0
@@ -157,13 +160,10 @@ class LayerInput:
             served = self.state.selection.compensation(options, site.kind)
             runtime.add_input(site.name, StagedInput(self.state.statistics, served, *staged))
 
-    def selection(
-        self, layer: nn.Module
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Block mask, hot channels and BF16 columns, as the operators take them."""
-        names = (self._block_mask, self._channels, self._columns)
-        mask, channels, columns = (getattr(layer, n) if n else None for n in names)
-        return mask, channels, columns
+    def selection(self, layer: nn.Module) -> list[torch.Tensor | None]:
+        """Block mask, hot channels, their bits and BF16 columns [U, N, C]: arguments of the
+        operators, next to each other there. A linear's operator takes the columns of its unit."""
+        return [getattr(layer, name) if name else None for name in self._selection]
 
     def staged(self, layer: nn.Module) -> list[torch.Tensor]:
         """The buffers in which the operators keep sampled rows; without rows where none counts."""

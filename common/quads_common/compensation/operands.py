@@ -28,6 +28,7 @@ from quads_common.quantize import activation_global_scale_inv, quantize, quantiz
 __all__ = [
     "InputCompensation",
     "Operands",
+    "channel_bits",
     "channel_mask",
     "compensated_operands",
     "gather_columns",
@@ -45,12 +46,14 @@ class InputCompensation:
     columns: [N, C] (linear) or [E, N, C], BF16 weight of the hot channels (``gather_columns``);
         None: the columns of the FP4 weight.
     alpha: factor of the residual.
+    hot_bits: [L, K/16] int32, ``channel_bits`` of the channels. Kernels need it; torch does not.
     """
 
     block_mask: torch.Tensor | None = None
     channels: torch.Tensor | None = None
     columns: torch.Tensor | None = None
     alpha: float = 1.0
+    hot_bits: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,13 @@ def channel_mask(channels: torch.Tensor, width: int) -> torch.Tensor:
     places = torch.where(channels < 0, width, channels).long()
     mask = torch.zeros((*channels.shape[:-1], width + 1), dtype=torch.bool, device=channels.device)
     return mask.scatter(-1, places, True)[..., :width]
+
+
+def channel_bits(channels: torch.Tensor, width: int) -> torch.Tensor:
+    """[L, K/16] int32 of channel lists [L, C]: bit j is channel j of a block of 16."""
+    mask = channel_mask(channels, width).unflatten(1, (-1, BLOCK_SIZE))
+    powers = 2 ** torch.arange(BLOCK_SIZE, dtype=torch.int32, device=channels.device)
+    return torch.where(mask, powers, 0).sum(dim=2, dtype=torch.int32)
 
 
 def gather_columns(weight: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:

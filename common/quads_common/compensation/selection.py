@@ -12,17 +12,19 @@ from itertools import islice
 
 import torch
 
-from quads_common.compensation.operands import InputCompensation, channel_mask
+from quads_common.compensation.operands import InputCompensation, channel_bits, channel_mask
 from quads_common.compensation.options import CompensationOptions
 from quads_common.compensation.site import Site
 from quads_common.format import BLOCK_SIZE
 
 __all__ = [
+    "DERIVED",
     "Selection",
     "ascending_ids",
     "block_count",
     "channel_count",
     "checksums",
+    "derived_buffers",
     "hot_mask",
     "jaccard",
     "new_selection",
@@ -31,6 +33,8 @@ __all__ = [
 ]
 
 _CHANNEL_MULTIPLE = 16
+# Buffers that follow from the others: no file holds them.
+DERIVED = ("block_mask", "hot_bits")
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,13 @@ class Selection:
 
     blocks: [G, K/16] int32 selected blocks, ascending, then -1. block_mask: [G, K/16] bool, the
         same. channels: [G, C] int32 hot channels, ascending, then -1; C is 0 without splice.
+    hot_bits: [G, K/16] int32, the same as ``channel_bits``, so that no forward makes them.
     """
 
     blocks: torch.Tensor
     block_mask: torch.Tensor
     channels: torch.Tensor
+    hot_bits: torch.Tensor
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Every tensor by field name, in order."""
@@ -53,11 +59,13 @@ class Selection:
         self, options: CompensationOptions, kind: str, columns: torch.Tensor | None = None
     ) -> InputCompensation:
         """What the layers take. columns: BF16 columns, with ``splice_weight="bf16"`` only."""
+        splice = self.channels.shape[1] > 0
         return InputCompensation(
             self.block_mask if options.ratio(kind) > 0 else None,
-            self.channels if self.channels.shape[1] else None,
+            self.channels if splice else None,
             columns,
             options.rac_alpha,
+            self.hot_bits if splice else None,
         )
 
     def checksum(self) -> str:
@@ -104,6 +112,7 @@ def new_selection(
         ascending_ids(mask, site.blocks),
         mask,
         torch.full((groups, slots), -1, dtype=torch.int32, device=device),
+        torch.zeros((groups, site.blocks), dtype=torch.int32, device=device),
     )
 
 
@@ -128,9 +137,20 @@ def write_selection(
     selection: Selection, block_mask: torch.Tensor, hot_channels: torch.Tensor
 ) -> None:
     """Write masks [G, K/16] and [G, K] into the buffers, in place."""
-    selection.block_mask.copy_(block_mask)
     selection.blocks.copy_(ascending_ids(block_mask, block_mask.shape[1]))
     selection.channels.copy_(ascending_ids(hot_channels, selection.channels.shape[1]))
+    derived = derived_buffers(selection.blocks, selection.channels)
+    selection.block_mask.copy_(derived["block_mask"])
+    selection.hot_bits.copy_(derived["hot_bits"])
+
+
+def derived_buffers(blocks: torch.Tensor, channels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The buffers named by ``DERIVED`` of lists [G, K/16] and [G, C]."""
+    count = blocks.shape[1]
+    return {
+        "block_mask": channel_mask(blocks, count),
+        "hot_bits": channel_bits(channels, count * BLOCK_SIZE),
+    }
 
 
 def jaccard(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from quads_common.kernels._coding import (
 )
 from quads_common.kernels._quantize import E4M3_NAN, load_rows, store_operand
 from quads_common.kernels._route import local_expert
-from quads_common.kernels._twice import hot_channels, list_bits, quantize_twice
+from quads_common.kernels._twice import hot_channels, quantize_twice
 
 # ``compensation.fold``: hot values are shifted below 2^15 by at most 2^126.
 LARGEST_EXPONENT = tl.constexpr(15)
@@ -48,46 +48,25 @@ def store_codes(packed_ptr, scale_ptr, code, scale, bad, row, block, width, insi
     tl.store(target, tl.where(bad[:, None], E4M3_NAN, scale).to(tl.uint8), mask=inside)
 
 
-@triton.jit
-def store_list_bits(
-    channels_ptr, bits_ptr, number, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """bits[number] = ``list_bits`` of all blocks of a list, 256 blocks at a time."""
-    for start in range(0, WIDTH // 16, 256):
-        block = start + tl.arange(0, 256)
-        bits = list_bits(channels_ptr, number, block, CHANNELS, 256)
-        tl.store(bits_ptr + number * (WIDTH // 16) + block, bits, mask=block < WIDTH // 16)
-
-
-@triton.jit
-def list_bits_kernel(channels_ptr, bits_ptr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
-    """bits [lists, WIDTH / 16] int32 of channels [lists, CHANNELS]. Grid: (lists,)."""
-    store_list_bits(channels_ptr, bits_ptr, tl.program_id(0).to(tl.int64), CHANNELS, WIDTH)
-
-
-@triton.jit(do_not_specialize=["rows", "map_size", "num_experts", "next_lists"])
+@triton.jit(do_not_specialize=["rows", "map_size", "num_experts"])
 def compensate_rows_kernel(
-    x_ptr, factor_ptr, block_mask_ptr, channels_ptr, bits_ptr, next_channels_ptr, next_bits_ptr,
-    operand_ptr, global_ptr, hot_ptr, packed_ptr, scale_ptr, residual_packed_ptr,
-    residual_scale_ptr, sample_ptr, staged_ptr, staged_group_ptr, ids_ptr, map_ptr,
-    map_size, num_experts, rows, next_lists, stride_row, limit, act_alpha, beta, alpha,
+    x_ptr, factor_ptr, block_mask_ptr, channels_ptr, bits_ptr, operand_ptr,
+    global_ptr, hot_ptr, packed_ptr, scale_ptr, residual_packed_ptr, residual_scale_ptr,
+    sample_ptr, staged_ptr, staged_group_ptr, ids_ptr, map_ptr,
+    map_size, num_experts, rows, stride_row, limit, act_alpha, beta, alpha,
     WIDTH: tl.constexpr, PLANE: tl.constexpr, PARTS: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_IDS: tl.constexpr, HAS_MAP: tl.constexpr, RAC: tl.constexpr, CHANNELS: tl.constexpr,
     MANY_MASKS: tl.constexpr, MANY_LISTS: tl.constexpr, FOLD_RESIDUAL: tl.constexpr,
-    HAS_BITS: tl.constexpr, NEXT_CHANNELS: tl.constexpr, NEXT_WIDTH: tl.constexpr,
     HOT: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr, STAGED: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, NEXT_MAY_START: tl.constexpr,
 ):  # fmt: skip
-    """Activation, then ``operands.compensated_operands`` and ``fold`` of rows.
-
-    Grid: (next_lists + row tiles,).
+    """Activation, then ``operands.compensated_operands`` and ``fold`` of rows. Grid: (row tiles,).
 
     x: [rows, WIDTH] (2 * WIDTH if gated). block_mask: [lists, WIDTH / 16] bytes, with RAC.
     channels: [lists, CHANNELS] int32, -1 for none; 0 CHANNELS are no splice. The list of a row is
     its expert's if there are MANY, else the first. bits: [lists, WIDTH / 16] int32, the same as
-    bits of blocks; without HAS_BITS there is one list, from which they are made. next_bits: of
-    next_channels [next_lists, NEXT_CHANNELS], lists of a later input. global: [rows] float32.
+    bits of blocks. global: [rows] float32.
 
     operand: [rows, PARTS, 8, PLANE], 16-bit; 0 PARTS: none. Part 0 is code * block scale, to which
     FOLD_RESIDUAL adds alpha times that of the residual; else the residual is part 1. HOT, where hot
@@ -99,12 +78,7 @@ def compensate_rows_kernel(
     """
     if NEXT_MAY_START:  # it waits for the results itself (sm_90)
         tl.extra.cuda.gdc_launch_dependents()
-    if NEXT_CHANNELS > 0 and tl.program_id(0) < next_lists:
-        number = tl.program_id(0).to(tl.int64)
-        store_list_bits(next_channels_ptr, next_bits_ptr, number, NEXT_CHANNELS, NEXT_WIDTH)
-        return
-    tile = tl.program_id(0) - next_lists
-    row = tile * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_inside = row < rows
     expert = tl.zeros((ROWS,), tl.int32)
     if HAS_IDS:
@@ -122,11 +96,7 @@ def compensate_rows_kernel(
         chosen = tl.load(block_mask_ptr + masks, mask=inside, other=0) != 0
     if CHANNELS > 0:
         lists = (expert if MANY_LISTS else expert * 0)[:, None]
-        if HAS_BITS:
-            bits = tl.load(bits_ptr + lists * (WIDTH // 16) + block[None, :], mask=inside, other=0)
-        else:
-            tl.static_assert(not MANY_LISTS)
-            bits = list_bits(channels_ptr, 0, block, CHANNELS, BLOCKS)[None, :]
+        bits = tl.load(bits_ptr + lists * (WIDTH // 16) + block[None, :], mask=inside, other=0)
         hot = hot_channels(bits)
     if STAGED > 0:
         place = tl.load(sample_ptr + row // STAGED, mask=row_inside, other=-1)

@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 
 from quads_common.kernels._coding import INFINITY, magnitude_bits, row_global_scale_inv
-from quads_common.kernels._twice import hot_channels, list_bits, quantize_twice
+from quads_common.kernels._twice import hot_channels, quantize_twice
 
 # Columns of the table.
 ROWS_AT = tl.constexpr(0)
 GROUPS_AT = tl.constexpr(1)
-CHANNELS_AT = tl.constexpr(2)
+BITS_AT = tl.constexpr(2)
 COUNT_AT = tl.constexpr(3)
 MEAN_AT = tl.constexpr(4)
 M2_AT = tl.constexpr(5)
@@ -42,14 +42,14 @@ def address(table_ptr, number, AT: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "offered"])
 def measure_rows_kernel(
     table_ptr, found_ptr, rows, offered,
-    WIDTH: tl.constexpr, GROUPS: tl.constexpr, DTYPE: tl.constexpr, CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, DTYPE: tl.constexpr, SPLICE: tl.constexpr,
     MANY: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The group and the maxima of each row that waits; the row is forgotten. Grid: (inputs, rows).
 
     found: [3, inputs, rows] int32: the group, -1 for a row that is not there or holds NaN or Inf;
-    bits of the largest magnitude of all channels and of those that are not hot. MANY: a list of
-    CHANNELS for each group, else one. offered: added to every input's.
+    bits of the largest magnitude of all channels and of those that are not hot. With SPLICE hot
+    channels come as bits; MANY: a list for each group, else one. offered: added to every input's.
     """
     number = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1)
@@ -62,15 +62,17 @@ def measure_rows_kernel(
     cold = tl.full((), 0, tl.int32)
     if (group >= 0) & (group < GROUPS):
         x_ptr = address(table_ptr, number, ROWS_AT, DTYPE) + row.to(tl.int64) * WIDTH
-        channels_ptr = address(table_ptr, number, CHANNELS_AT, tl.int32)
+        list_ptr = address(table_ptr, number, BITS_AT, tl.int32)
+        if MANY:
+            list_ptr += group * (WIDTH // 16)
         for start in range(0, WIDTH // 16, BLOCKS):
             block = start + tl.arange(0, BLOCKS)
             column = block[:, None] * 16 + tl.arange(0, 16)[None, :]
             x = tl.load(x_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
             bits = magnitude_bits(x)
             plain = tl.maximum(plain, tl.max(tl.max(bits, 1), 0))
-            if CHANNELS > 0:
-                lists = list_bits(channels_ptr, group if MANY else 0, block, CHANNELS, BLOCKS)
+            if SPLICE:
+                lists = tl.load(list_ptr + block, mask=block < WIDTH // 16, other=0)
                 hot = hot_channels(lists[None, :]).reshape(BLOCKS, 16)
                 bits = tl.where(hot, 0, bits)
             cold = tl.maximum(cold, tl.max(tl.max(bits, 1), 0))
@@ -114,7 +116,7 @@ def row_energies(
 @triton.jit(do_not_specialize=["rows"])
 def observe_kernel(
     table_ptr, found_ptr, rows, alpha,
-    WIDTH: tl.constexpr, DTYPE: tl.constexpr, CHANNELS: tl.constexpr, MANY: tl.constexpr,
+    WIDTH: tl.constexpr, DTYPE: tl.constexpr, SPLICE: tl.constexpr, MANY: tl.constexpr,
     PER_CHANNEL: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Count the rows that ``measure_rows_kernel`` found. Grid: (groups, tiles of blocks, inputs).
@@ -165,9 +167,11 @@ def observe_kernel(
     if PER_CHANNEL:
         energy = tl.load(energy_ptr, mask=inside_channels, other=0.0)
     hot = inside[:, :, None]
-    if CHANNELS > 0:
-        channels_ptr = address(table_ptr, number, CHANNELS_AT, tl.int32)
-        bits = list_bits(channels_ptr, group if MANY else group * 0, block, CHANNELS, BLOCKS)
+    if SPLICE:
+        list_ptr = address(table_ptr, number, BITS_AT, tl.int32)
+        if MANY:
+            list_ptr += group * width_blocks
+        bits = tl.load(list_ptr + block, mask=block < width_blocks, other=0)
         hot = hot_channels(bits[None, :])
     while start < rows:
         chosen = first_row(group_ptr, start, -1, group, rows, CHUNK)
@@ -186,7 +190,7 @@ def observe_kernel(
             mean += delta * (1.0 / counted)
             m2 += delta * (value - mean)
             squares, one, two, three, underflow = row_energies(
-                x, hot, cold_amax, plain_amax, alpha, CHANNELS > 0
+                x, hot, cold_amax, plain_amax, alpha, SPLICE
             )
             plain += one
             served += two

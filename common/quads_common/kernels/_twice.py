@@ -12,26 +12,6 @@ from quads_common.kernels._coding import decode_e4m3, quantize_blocks
 
 
 @triton.jit
-def list_bits(channels_ptr, number, block, CHANNELS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Which of the 16 channels of the given blocks are in a list, as bits: int32 [BLOCKS].
-
-    channels: [.., CHANNELS] int32 distinct ids in any order, -1 for none. number: scalar, that of
-    the list. block: [BLOCKS] int32.
-    """
-    # An entry at a time, each thread for its own blocks: nothing moves between threads. Loads of 16
-    # entries at a time do not wait for each other.
-    bits = tl.zeros((BLOCKS,), tl.int32)
-    for start in range(0, CHANNELS, 16):
-        for i in tl.static_range(16):
-            place = start + i
-            inside = place < CHANNELS
-            channel = tl.load(channels_ptr + number * CHANNELS + place, mask=inside, other=-1)
-            bit = tl.full((), 1, tl.int32) << (channel & 15)
-            bits = bits | tl.where((channel >> 4) == block, bit, 0)
-    return bits
-
-
-@triton.jit
 def hot_channels(bits):
     """Bits of blocks [R, B] to bool [R, B, 16]."""
     return ((bits[:, :, None] >> tl.arange(0, 16)[None, None, :]) & 1) != 0

@@ -8,6 +8,8 @@ As in the plain layers nothing synchronizes with the host and grids depend on sh
 quantizers keep the rows that are sampled (``compensation.staging``).
 """
 
+from dataclasses import replace
+
 import torch
 
 from quads_common.activation import Activation
@@ -16,7 +18,7 @@ from quads_common.compensation.operands import InputCompensation
 from quads_common.compensation.staging import Staging
 from quads_common.format import QuantizedTensor
 from quads_common.kernels.compensated_gemm import compensated_gemm, exact_config
-from quads_common.kernels.compensated_rows import compensate_rows
+from quads_common.kernels.compensated_rows import check_lists, compensate_rows
 from quads_common.kernels.gemm import GemmConfig, linear_config
 from quads_common.kernels.moe import DOWN, GATE_UP, MoeConfig, batch_invariant, moe_config
 from quads_common.kernels.route import Routes, make_table, sum_slots_triton
@@ -49,13 +51,9 @@ def linear_compensated_triton(
     stacked = QuantizedTensor(
         weight.packed.unsqueeze(0), weight.block_scale.unsqueeze(0), weight.global_scale.reshape(1)
     )
-    columns = compensation.columns
-    lists = InputCompensation(
-        compensation.block_mask,
-        compensation.channels,
-        None if columns is None else columns.unsqueeze(0),
-        compensation.alpha,
-    )
+    lists = compensation
+    if lists.columns is not None:
+        lists = replace(lists, columns=lists.columns.unsqueeze(0))
     y = x.new_empty((rows.shape[0], weight.shape[0]))
     config = form_config(config or linear_config(rows.shape[0]), lists, exact)
     quantized = compensate_rows(rows, lists, exact=exact, staging=staging)
@@ -101,20 +99,15 @@ def fused_moe_compensated_triton(
     first = form_config(config.gemm1, w13_input, exact)
     second = form_config(config.gemm2, w2_input, exact)
     table = make_table(routes, first.block_m)
-    rows = compensate_rows(
-        x, w13_input, exact=exact, row_factor=row_factor,
-        following=_following(w2_input, w2.shape[2]), staging=gathering.w13,
-    )  # fmt: skip
-    second_bits = rows.next_bits
+    rows = compensate_rows(x, w13_input, exact=exact, row_factor=row_factor, staging=gathering.w13)
     y = x.new_empty((tokens * top_k, w13.shape[1]))
     compensated_gemm(
         rows, w13_input, w13, y, config=first, table=table, top_k=top_k, bias=w13_bias,
         layout=GATE_UP if tiled else None,
     )  # fmt: skip
     rows = compensate_rows(
-        y, w2_input, exact=exact, routes=routes, activation=activation, hot_bits=second_bits,
-        staging=gathering.w2,
-    )  # fmt: skip
+        y, w2_input, exact=exact, routes=routes, activation=activation, staging=gathering.w2
+    )
     if second.block_m != table.block_m:
         table = make_table(routes, second.block_m)
     slots = torch.empty((tokens * top_k, x.shape[1]), dtype=torch.float32, device=x.device)
@@ -166,32 +159,27 @@ def fused_moe_compensated_hopper(
         )  # fmt: skip
     if apply_router_weight_on_input and top_k != 1:
         raise ValueError(f"apply_router_weight_on_input needs top_k = 1, got {top_k}")
+    check_lists(w2_input, experts, inner)
     router = topk_weights.float().contiguous()
     routes = Routes(topk_ids.contiguous(), expert_map, experts)
     row_factor = router if apply_router_weight_on_input else None
     # As in ``moe``: overlap with the neighbours pays for the shortest kernels only.
     overlap = plan.form == "few"
     rows = compensate_rows(
-        x, w13_input, row_factor=row_factor, following=_following(w2_input, inner),
-        staging=gathering.w13, next_may_start=overlap,
-    )  # fmt: skip
+        x, w13_input, row_factor=row_factor, staging=gathering.w13, next_may_start=overlap
+    )
     assert rows.operand is not None
-    mask = w2_input.block_mask
+    mask, bits = w2_input.block_mask, w2_input.hot_bits
     slots = hopper.decode_experts(
         rows.operand, w13, w2, routes, None if apply_router_weight_on_input else router, plan,
         activation.limit, staging=gathering.w2,
         compensation=hopper.RowCompensation(
-            None if mask is None else mask.contiguous(), rows.next_bits, w2_input.alpha
+            None if mask is None else mask.contiguous(),
+            None if bits is None else bits.contiguous(),
+            w2_input.alpha,
         ),
     )  # fmt: skip
     return sum_slots_triton(slots, routes, x.dtype, early=overlap)
-
-
-def _following(lists: InputCompensation, width: int) -> tuple[torch.Tensor, int] | None:
-    """What the first quantizer makes for the second: bits of its channel lists, if it has any."""
-    if lists.channels is None or lists.channels.shape[1] == 0:
-        return None
-    return lists.channels, width
 
 
 def form_config(config: GemmConfig, lists: InputCompensation, exact: bool) -> GemmConfig:

@@ -17,7 +17,7 @@ from quads_common.kernels import _compensated
 from quads_common.kernels.route import Routes
 from quads_common.kernels.rows import MAX_WIDTH, PLANE_ALIGNMENT, Operand, check_dtype, row_warps
 
-__all__ = ["CompensatedRows", "Parts", "compensate_rows", "list_bits"]
+__all__ = ["CompensatedRows", "Parts", "check_hot_bits", "check_lists", "compensate_rows"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class CompensatedRows:
     operand: of the folded form. parts: of the exact form. hot: [rows, C] values of the hot channels
         for BF16 columns, in x's dtype, 0 where the list has -1.
     quantized, residual: codes and scales; of the residual 0 outside the selected blocks.
-    next_bits: ``list_bits`` of ``following``.
     """
 
     operand: Operand | None = None
@@ -53,7 +52,6 @@ class CompensatedRows:
     quantized: QuantizedTensor | None = None
     residual: QuantizedTensor | None = None
     codes: tuple[torch.Tensor, torch.Tensor] | None = None
-    next_bits: torch.Tensor | None = None
 
 
 def compensate_rows(
@@ -66,8 +64,6 @@ def compensate_rows(
     activation: Activation | None = None,
     row_factor: torch.Tensor | None = None,
     routes: Routes | None = None,
-    hot_bits: torch.Tensor | None = None,
-    following: tuple[torch.Tensor, int] | None = None,
     staging: Staging | None = None,
     next_may_start: bool = False,
 ) -> CompensatedRows:
@@ -76,9 +72,7 @@ def compensate_rows(
     x, activation, row_factor, routes, next_may_start: as in ``rows.quantize_rows``.
     exact: the parts of two or three products instead of one folded operand. packed: codes and
         scales too. operand: False: these alone, and a list of hot values whatever their columns.
-    hot_bits: ``list_bits`` of these lists, if they are there. following: channel lists and width of
-        a later input; the same launch makes its bits. staging: where sampled rows are kept, as the
-        quantizer sees them.
+    staging: where sampled rows are kept, as the quantizer sees them.
 
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit; BF16 columns, or hot values in the
@@ -93,7 +87,7 @@ def compensate_rows(
     if width > MAX_WIDTH:
         raise ValueError(f"rows of {width} elements are too long: at most {MAX_WIDTH}")
     lists = 1 if routes is None else routes.num_experts
-    _check_lists(compensation, lists, width)
+    check_lists(compensation, lists, width)
     if staging is not None:
         _check_staging(staging, rows, width, 1 if routes is None else routes.topk_ids.shape[1])
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -122,35 +116,19 @@ def compensate_rows(
         codes = _new_codes(x, 1 + rac, rows, width)
         scales = row_scale.unsqueeze(1)
         stored = [QuantizedTensor(codes[0][i], codes[1][i], scales) for i in range(1 + rac)]
-    # The kernel makes the bits of one list itself.
-    if channels is not None and slots and hot_bits is None and channels.shape[0] > 1:
-        hot_bits = list_bits(channels, width)
-    next_bits = None
-    if following is not None:
-        next_shape = (following[0].shape[0], following[1] // BLOCK_SIZE)
-        next_bits = x.new_empty(next_shape, dtype=torch.int32)
     if rows and width:
         _launch(
             x, compensation, exact, activation, row_factor, routes, width, values, row_scale, hot,
-            stored, hot_bits, following, next_bits, staging, next_may_start,
+            stored, staging, next_may_start,
         )  # fmt: skip
     quantized, residual = (*stored, None, None)[:2]
     parts = Parts(values, row_scale, width, rac, hot_part) if exact else None
     folded = Operand(values.squeeze(1), row_scale, width) if operand and not exact else None
-    return CompensatedRows(folded, parts, hot, quantized, residual, codes, next_bits)
+    return CompensatedRows(folded, parts, hot, quantized, residual, codes)
 
 
-def list_bits(channels: torch.Tensor, width: int) -> torch.Tensor:
-    """[L, K/16] int32 of channel lists [L, C]: the channels of each block as bits."""
-    bits = channels.new_empty((channels.shape[0], width // BLOCK_SIZE), dtype=torch.int32)
-    if bits.numel():
-        _compensated.list_bits_kernel[(channels.shape[0],)](
-            channels.contiguous(), bits, CHANNELS=channels.shape[1], WIDTH=width, num_warps=2
-        )
-    return bits
-
-
-def _check_lists(compensation: InputCompensation, lists: int, width: int) -> None:
+def check_lists(compensation: InputCompensation, lists: int, width: int) -> None:
+    """Raise ``ValueError`` for lists that rows of ``width`` in so many groups cannot have."""
     mask, channels = compensation.block_mask, compensation.channels
     if mask is not None:
         allowed = [(1, width // BLOCK_SIZE), (lists, width // BLOCK_SIZE)]
@@ -165,8 +143,23 @@ def _check_lists(compensation: InputCompensation, lists: int, width: int) -> Non
         raise ValueError(
             f"channels must be int32 [1 or {lists}, C], got {channels.dtype} {list(channels.shape)}"
         )
+    check_hot_bits(compensation, width)
     if compensation.columns is not None and channels is None:
         raise ValueError("columns need the channels that they belong to")
+
+
+def check_hot_bits(compensation: InputCompensation, width: int) -> None:
+    """Raise ``ValueError`` where channel lists lack their bits."""
+    channels, bits = compensation.channels, compensation.hot_bits
+    if channels is None or channels.shape[1] == 0:
+        return
+    if bits is None:
+        raise ValueError("channels need their hot_bits (compensation.operands.channel_bits)")
+    wanted = (channels.shape[0], width // BLOCK_SIZE)
+    if tuple(bits.shape) != wanted or bits.dtype != torch.int32:
+        raise ValueError(
+            f"hot_bits must be int32 {list(wanted)}, got {bits.dtype} {list(bits.shape)}"
+        )
 
 
 def _check_staging(staging: Staging, rows: int, width: int, top_k: int) -> None:
@@ -203,9 +196,6 @@ def _launch(
     row_scale: torch.Tensor,
     hot: torch.Tensor | None,
     codes: list[QuantizedTensor],
-    hot_bits: torch.Tensor | None,
-    following: tuple[torch.Tensor, int] | None,
-    next_bits: torch.Tensor | None,
     staging: Staging | None,
     next_may_start: bool,
 ) -> None:
@@ -214,29 +204,25 @@ def _launch(
     tiles = triton.cdiv(x.shape[0], tile_rows)
     limit = activation.limit if activation is not None else None
     act_alpha, beta = (activation.alpha, activation.beta) if activation else (0.0, 0.0)
-    mask, channels = compensation.block_mask, compensation.channels
+    mask, channels, bits = compensation.block_mask, compensation.channels, compensation.hot_bits
     slots = 0 if channels is None else channels.shape[1]
     hot_form = "none"
     if slots:
         hot_form = "list" if hot is not None else "part" if exact else "fold"
     stored = [t for c in codes for t in (c.packed, c.block_scale.view(torch.uint8))]
-    next_channels, next_width = following if following is not None else (x, 0)
-    next_lists = next_channels.shape[0] if following is not None else 0
-    _compensated.compensate_rows_kernel[(next_lists + tiles,)](
+    _compensated.compensate_rows_kernel[(tiles,)](
         x,
         row_factor if row_factor is not None else x,
         mask.contiguous().view(torch.uint8) if mask is not None else x,
         channels.contiguous() if channels is not None else x,
-        hot_bits if hot_bits is not None else x,
-        next_channels.contiguous() if following is not None else x,
-        next_bits if next_bits is not None else x,
+        bits.contiguous() if bits is not None else x,
         values,
         row_scale,
         hot if hot is not None else x,
         *(stored + [x] * 4)[:4],
         *((staging.sample_map, staging.rows, staging.groups) if staging is not None else (x, x, x)),
         *(routes.lookup if routes is not None else (x, x, 0, 0)),
-        x.shape[0], next_lists, x.stride(0), limit or 0.0, act_alpha, beta, compensation.alpha,
+        x.shape[0], x.stride(0), limit or 0.0, act_alpha, beta, compensation.alpha,
         WIDTH=width, PLANE=values.shape[-1], PARTS=values.shape[1],
         ACTIVATION=activation.name if activation is not None else "none",
         HAS_LIMIT=limit is not None,
@@ -246,11 +232,11 @@ def _launch(
         RAC=mask is not None, CHANNELS=slots,
         MANY_MASKS=mask is not None and mask.shape[0] > 1,
         MANY_LISTS=channels is not None and channels.shape[0] > 1,
-        FOLD_RESIDUAL=not exact, HAS_BITS=hot_bits is not None,
-        NEXT_CHANNELS=next_channels.shape[1] if next_lists else 0, NEXT_WIDTH=next_width,
-        HOT=hot_form, SLOTS=triton.next_power_of_2(max(1, slots)), PACKED=bool(codes),
+        FOLD_RESIDUAL=not exact, HOT=hot_form, SLOTS=triton.next_power_of_2(max(1, slots)),
+        PACKED=bool(codes),
         STAGED=0 if staging is None else 1 if routes is None else routes.topk_ids.shape[1],
         ROWS=tile_rows, BLOCKS=blocks,
-        num_warps=row_warps(tiles, blocks * tile_rows * BLOCK_SIZE),
+        # More work for each block than the plain quantizer has: fewer threads that repeat it.
+        num_warps=row_warps(tiles, blocks * tile_rows * BLOCK_SIZE, few=8),
         NEXT_MAY_START=next_may_start, enable_fp_fusion=False,
     )  # fmt: skip

@@ -36,8 +36,11 @@ __all__ = [
 ]
 
 ARCHITECTURE = "sm_90a"
-# Shared memory of a thread block, and the part of it that rows can have beside static variables.
+# Shared memory of a thread block, and the part of it that rows and lists can have beside static
+# variables.
 ALL_SHARED, SHARED = 227 * 1024, 208 * 1024
+# Of the latter, what "few" has static variables for: the sums of parts.
+PART_SUMS = 16 * 1024
 THREADS = 512
 # Of routes.cuh: slots of a block, experts and slots of a layer at most; blocks beyond those needed.
 MAX_ROWS, MAX_EXPERTS, MAX_SLOTS, MAX_SPARES = 32, 512, 4096, 12
@@ -70,7 +73,7 @@ class RowCompensation:
     """What is folded into GEMM2's operand, of one list for all experts (L = 1) or one for each.
 
     block_mask: [L, I/16] bool, blocks whose residual is added; None: no RAC. hot_bits: [L, I/16]
-    int32, ``compensated_rows.list_bits``; None: no splice. alpha: factor of the residual.
+    int32, ``operands.channel_bits``; None: no splice. alpha: factor of the residual.
     """
 
     block_mask: torch.Tensor | None
@@ -100,7 +103,7 @@ def why_not_hopper(experts: int, hidden: int, inner: int, activation: Activation
         return f"hidden {hidden} and intermediate {inner} are not both multiples of 128"
     if experts > MAX_EXPERTS:
         return f"{experts} experts (at most {MAX_EXPERTS})"
-    if min(_half_capacity(hidden, inner)) < 8:
+    if min(_half_capacity(hidden, inner, PART_SUMS)) < 8:
         return f"8 rows of {max(hidden, inner)} do not fit in shared memory"
     return None
 
@@ -142,12 +145,14 @@ def decode_plan(
 
 def _fused_capacity(hidden: int, inner: int) -> int:
     """Rows of a block of the fused kernel that fit in shared memory, in whole groups of 8."""
-    return SHARED // (_x_row(hidden) + _product_row(inner)) // 8 * 8
+    free = SHARED - _list_bytes(inner)
+    return free // (_x_row(hidden) + _product_row(inner)) // 8 * 8
 
 
-def _half_capacity(hidden: int, inner: int) -> tuple[int, int]:
+def _half_capacity(hidden: int, inner: int, taken: int = 0) -> tuple[int, int]:
     """The same of all rows in shared memory at a time, of the kernels for each GEMM."""
-    return SHARED // _x_row(hidden) // 8 * 8, SHARED // _product_row(inner) // 8 * 8
+    free = SHARED - taken - _list_bytes(inner)
+    return free // _x_row(hidden) // 8 * 8, free // _product_row(inner) // 8 * 8
 
 
 def decode_experts(
@@ -197,23 +202,25 @@ def decode_experts(
         arguments.inspect_y = _pointer(inspection.y)
         arguments.inspect_operand = _pointer(inspection.operand)
         arguments.inspect_scale = _pointer(inspection.row_scale)
-    for name, rows, row_bytes in _launches(plan, hidden, inner):
+    for name, rows, shared in _launches(plan, hidden, inner):
         arguments.rows = rows
-        kernels[name].launch(processors, THREADS, rows * row_bytes, arguments, stream)
+        kernels[name].launch(processors, THREADS, shared, arguments, stream)
     return out
 
 
 def _launches(plan: DecodePlan, hidden: int, inner: int) -> list[tuple[str, int, int]]:
-    """Kernels in order, with the rows that each holds in shared memory and the bytes of one."""
+    """Kernels in order, with the rows that each holds in shared memory and the bytes of all."""
+    lists = _list_bytes(inner)
     if plan.form == "fused":
-        return [("moe_both", plan.rows, _x_row(hidden) + _product_row(inner))]
+        return [("moe_both", plan.rows, plan.rows * (_x_row(hidden) + _product_row(inner)) + lists)]
     suffix, (up_rows, down_rows) = "", _half_capacity(hidden, inner)
     if plan.form == "few":
         suffix = "_few"
+        up_rows, down_rows = _half_capacity(hidden, inner, PART_SUMS)
         up_rows, down_rows = min(2 * FEW_ROWS, up_rows), min(2 * FEW_ROWS, down_rows)
     return [
-        (f"moe_up{suffix}", up_rows, _x_row(hidden)),
-        (f"moe_down{suffix}", down_rows, _product_row(inner)),
+        (f"moe_up{suffix}", up_rows, up_rows * _x_row(hidden)),
+        (f"moe_down{suffix}", down_rows, down_rows * _product_row(inner) + lists),
     ]
 
 
@@ -306,6 +313,8 @@ def _compensation(lists: RowCompensation | None) -> _Compensation:
     for name, tensor in (("block_mask", mask), ("hot_bits", bits)):
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, has strides {list(tensor.stride())}")
+        if tensor is not None and tensor.data_ptr() % 4:  # they are copied by words
+            raise ValueError(f"{name} must lie at a multiple of 4, is at {tensor.data_ptr():#x}")
     strides = (0 if t is None or t.shape[0] == 1 else t.shape[1] for t in (mask, bits))
     return _Compensation(_pointer(mask), _pointer(bits), *strides, lists.alpha)
 
@@ -341,6 +350,11 @@ def _x_row(hidden: int) -> int:
 def _product_row(inner: int) -> int:
     """``PRODUCT_ROW`` of moe.cu."""
     return inner * 2 + 32
+
+
+def _list_bytes(inner: int) -> int:
+    """Of the ``Lists`` of two experts, behind the rows: bits and choice of each block."""
+    return 2 * (inner // 16) * 5
 
 
 @cache

@@ -164,9 +164,10 @@ def _launch_rows(
     )  # fmt: skip
 
 
-def row_warps(tiles: int, elements: int) -> int:
-    """Warps of a program of so many elements: 16 of them a thread, 4 where there are few tiles."""
-    threads = elements // (16 if tiles > FEW_TILES else 4)
+def row_warps(tiles: int, elements: int, few: int = 4) -> int:
+    """Warps of a program of so many elements: 16 of them a thread, ``few`` where there are few
+    tiles."""
+    threads = elements // (16 if tiles > FEW_TILES else few)
     return min(16, max(1, threads // 32))
 
 

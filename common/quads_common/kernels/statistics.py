@@ -15,6 +15,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from quads_common.compensation.staging import StagedInput
 from quads_common.format import check_block_aligned
 from quads_common.kernels import _statistics
+from quads_common.kernels.compensated_rows import check_hot_bits
 from quads_common.kernels.rows import check_dtype
 
 __all__ = ["count_staged_triton"]
@@ -54,13 +55,13 @@ def _launch(inputs: list[StagedInput], offered: int) -> None:
     device = first.rows.device
     table = _table(inputs, device)
     found = torch.empty((3, len(inputs), rows), dtype=torch.int32, device=device)
-    channels = first.served.channels
+    bits = first.served.hot_bits
     blocks = triton.next_power_of_2(width // 16)
     shape = {
         "WIDTH": width,
         "DTYPE": _TYPES[first.rows.dtype],
-        "CHANNELS": 0 if channels is None else channels.shape[1],
-        "MANY": channels is not None and channels.shape[0] > 1,
+        "SPLICE": bits is not None,
+        "MANY": bits is not None and bits.shape[0] > 1,
         "num_warps": WARPS,
     }
     _statistics.measure_rows_kernel[(len(inputs), rows)](
@@ -75,22 +76,22 @@ def _launch(inputs: list[StagedInput], offered: int) -> None:
 
 def _shape(staged: StagedInput) -> tuple:
     """What the inputs of a launch have in common."""
-    channels, stats = staged.served.channels, staged.statistics
+    bits, stats = staged.served.hot_bits, staged.statistics
     return (
         tuple(stats.mean.shape),
         stats.channel_energy.shape[1],
         tuple(staged.rows.shape),
         staged.rows.dtype,
-        None if channels is None else tuple(channels.shape),
+        None if bits is None else tuple(bits.shape),
         staged.served.alpha,
     )
 
 
 def _addresses(staged: StagedInput) -> tuple[int, ...]:
     """A line of the table, as ``_statistics`` names its columns."""
-    stats, channels = staged.statistics, staged.served.channels
+    stats, bits = staged.statistics, staged.served.hot_bits
     tensors = [
-        staged.rows, staged.groups, staged.groups if channels is None else channels, stats.count,
+        staged.rows, staged.groups, staged.groups if bits is None else bits, stats.count,
         stats.mean, stats.m2, stats.plain_energy, stats.served_energy, stats.left_energy,
         stats.underflows, stats.channel_energy if stats.channel_energy.numel() else stats.m2,
         stats.offered,
@@ -120,9 +121,10 @@ def _check(staged: StagedInput) -> None:
             f"groups must be int32 [{len(staged.rows)}], got {staged.groups.dtype} "
             f"{list(staged.groups.shape)}"
         )
-    channels = staged.served.channels
-    if channels is not None and channels.shape[0] not in (1, groups):
-        raise ValueError(f"{channels.shape[0]} channel lists for {groups} groups: one, or one each")
-    tensors = (staged.rows, staged.groups, channels, *stats.buffers().values())
+    bits = staged.served.hot_bits
+    check_hot_bits(staged.served, width)
+    if bits is not None and bits.shape[0] not in (1, groups):
+        raise ValueError(f"{bits.shape[0]} channel lists for {groups} groups: one, or one each")
+    tensors = (staged.rows, staged.groups, bits, *stats.buffers().values())
     if not all(t is None or t.is_contiguous() for t in tensors):
         raise ValueError("buffers of rows, lists and statistics must be contiguous")

@@ -4,12 +4,13 @@ Each function yields (name, whether it holds, figures) for a device.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from quads_common.activation import Activation
 from quads_common.compensation import fused_moe_compensated, linear_compensated
-from quads_common.compensation.operands import InputCompensation, compensated_operands
+from quads_common.compensation.operands import InputCompensation, channel_bits, compensated_operands
 from quads_common.format import QuantizedTensor
 from quads_common.gemm import linear
 from quads_common.kernels.blackwell.gemm import Fp4Config, fp4_config, grouped_gemm_fp4
@@ -54,7 +55,8 @@ def random_lists(
     if "bf16" in kind:
         columns = torch.randn((experts, n, 20), generator=generator).to(torch.bfloat16)
         columns[:, :, 17:] *= channels[:, None, 17:] >= 0
-    return InputCompensation(mask, channels, columns, 0.75 if kind == "rac-alpha" else 1.0)
+    bits = None if channels is None else channel_bits(channels, width)
+    return InputCompensation(mask, channels, columns, 0.75 if kind == "rac-alpha" else 1.0, bits)
 
 
 def with_outliers(x: torch.Tensor, lists: InputCompensation) -> torch.Tensor:
@@ -139,7 +141,7 @@ def compensated_gemms(device: str) -> Iterator[Check]:
             exact, bound = product_and_bound(compensated_operands(x, lists), matrix, columns)
             worst = excess(got, exact, bound, torch.float32)
             yield f"gemm {kind} {rows}x{n}x{k}", worst <= 1, f"{worst:.3f} of the bound"
-            flat = InputCompensation(lists.block_mask, lists.channels, columns, lists.alpha)
+            flat = replace(lists, columns=columns)
             got = linear_blackwell(x, matrix, compensation=flat, config=config)
             want = linear_compensated(x, matrix, compensation=flat)
             worst = excess(got, exact, bound, x.dtype)
@@ -171,6 +173,7 @@ def refreshes(device: str) -> Iterator[Check]:
     new = random_lists("rac-dequant", 304, 1, 1, 20, generator)
     lists.block_mask.copy_(new.block_mask)
     lists.channels.copy_(new.channels)
+    lists.hot_bits.copy_(new.hot_bits)
     got, want = (gemm(x, w, these) for these in (lists, new))
     yield "refresh in place", torch.equal(got, want) and not torch.equal(got, old), ""
 

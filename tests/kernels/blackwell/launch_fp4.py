@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from quads_common.compensation.operands import InputCompensation
+from quads_common.compensation.operands import InputCompensation, channel_bits
 from quads_common.kernels import _compensated, _quantize, _route
 from quads_common.kernels import _gemm as _triton_gemm
 from quads_common.kernels.blackwell import _gemm
@@ -92,7 +92,13 @@ def run_layers() -> None:
     columns = torch.zeros((EXPERTS, HIDDEN, 32), dtype=torch.bfloat16)
     fused_moe_blackwell(
         x, w13, w2, router, ids,
-        w13_input=InputCompensation(torch.ones((1, HIDDEN // 16), dtype=torch.bool), channels[:1]),
-        w2_input=InputCompensation(masks, channels[:, :32].contiguous(), columns),
+        w13_input=InputCompensation(
+            torch.ones((1, HIDDEN // 16), dtype=torch.bool), channels[:1],
+            hot_bits=channel_bits(channels[:1], HIDDEN),
+        ),
+        w2_input=InputCompensation(
+            masks, channels[:, :32].contiguous(), columns,
+            hot_bits=channel_bits(channels[:, :32], INNER),
+        ),
     )  # fmt: skip
     fused_moe_blackwell(x, w13, w2, router, ids, act="bf16")

@@ -1,10 +1,13 @@
 """Compensation kernels in Triton's interpreter, at small odd sizes, against torch and float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from quads_common.compensation import CompensationOptions, Site, new_site_state
 from quads_common.compensation.ops import quads_linear_compensated, quads_moe_compensated
+from quads_common.compensation.selection import write_selection
 from quads_common.compensation.staging import StagedInput, Staging, new_staging
 from quads_common.kernels import compensated
 from quads_common.kernels.statistics import count_staged_triton
@@ -45,8 +48,11 @@ def new_states():
     )
     states = [new_site_state(site, OPTIONS) for site in sites]
     for i, state in enumerate(states):
-        state.selection.channels[:, :3] = torch.tensor([1, 17, 40 + i])
-        state.selection.block_mask[:, 1] = False
+        blocks = torch.ones_like(state.selection.block_mask)
+        blocks[:, 1] = False
+        hot = torch.zeros_like(state.averages.channel, dtype=torch.bool)
+        hot[:, [1, 17, 40 + i]] = True
+        write_selection(state.selection, blocks, hot)
     return states
 
 
@@ -70,16 +76,18 @@ def test_ops_run_the_form_they_name(monkeypatch):
     results, kept = {}, {}
     for backend in ("emulated", "triton", "triton_exact"):
         states = new_states()
-        lists = [s.selection for s in states]
+        lists = [
+            (s.selection.block_mask, s.selection.channels, s.selection.hot_bits, None)
+            for s in states
+        ]
         buffers = [new_staging(4, k, width, x.dtype) for k, width in ((1, 160), (2, 48), (1, 160))]
         moe = quads_moe_compensated(
-            x, *weights, router, ids, None, "silu", None, False, lists[0].block_mask,
-            lists[0].channels, None, lists[1].block_mask, lists[1].channels, None, 1.0,
+            x, *weights, router, ids, None, "silu", None, False, *lists[0], *lists[1], 1.0,
             sample_map, [*buffers[0], *buffers[1]], backend,
         )  # fmt: skip
         linear = quads_linear_compensated(
-            x, *(t[0] for t in weights[:3]), None, lists[2].block_mask, lists[2].channels, None,
-            1.0, sample_map, list(buffers[2]), backend,
+            x, *(t[0] for t in weights[:3]), None, *lists[2], 1.0, sample_map, list(buffers[2]),
+            backend,
         )  # fmt: skip
         results[backend] = (moe, linear)
         kept[backend] = buffers
@@ -109,6 +117,10 @@ def test_bad_arguments_are_named():
         compensated.compensate_rows(x, lists, exact=True)
     with pytest.raises(ValueError, match="block_mask must be bool"):
         compensated.compensate_rows(x[:, :32], Preset(1.0).lists(64, 1, 8, "cpu"))
+    with pytest.raises(ValueError, match="channels need their hot_bits"):
+        compensated.compensate_rows(x, replace(lists, hot_bits=None))
+    with pytest.raises(ValueError, match=r"hot_bits must be int32 \[1, 4\], got torch.int64"):
+        compensated.compensate_rows(x, replace(lists, hot_bits=lists.hot_bits.long()))
     rows, groups = new_staging(2, 1, 64, x.dtype)
     sample_map = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"sample_map must be int32 \[2\]"):

@@ -65,23 +65,14 @@ def fused_moe_blackwell(
     mean_rows = tokens * top_k / max(1, w13.shape[0])
     first, second = (fp4_config(mean_rows, w.shape[2], residual) for w in (w13, w2))
     table = make_table(routes, first.block_m)
-    following = None
-    if w2_input.channels is not None and w2_input.channels.shape[1]:
-        following = w2_input.channels, w2.shape[2]
     gathering = gathering or Gathering()
-    rows = pack_rows(
-        x, w13_input, row_factor=row_factor, following=following, staging=gathering.w13
-    )
-    second_bits = rows.next_bits
+    rows = pack_rows(x, w13_input, row_factor=row_factor, staging=gathering.w13)
     y = x.new_empty((tokens * top_k, w13.shape[1]))
     grouped_gemm_fp4(
         rows, w13, y, config=first, compensation=w13_input, table=table, top_k=top_k,
         bias=w13_bias,
     )  # fmt: skip
-    rows = pack_rows(
-        y, w2_input, activation=activation, routes=routes, hot_bits=second_bits,
-        staging=gathering.w2,
-    )  # fmt: skip
+    rows = pack_rows(y, w2_input, activation=activation, routes=routes, staging=gathering.w2)
     slots = torch.empty((tokens * top_k, x.shape[1]), dtype=torch.float32, device=x.device)
     grouped_gemm_fp4(
         rows, w2, slots, config=second, compensation=w2_input, table=table, bias=w2_bias,

@@ -26,14 +26,12 @@ class PackedRows:
         is 0 outside the selected blocks.
     block_scale: [1 or 2, rows, K/16] float8_e4m3fn. row_scale: [rows] float32 global scales.
     hot: [rows, C] bf16 values of the hot channels, 0 where the list has -1; None: no splice.
-    next_bits: as ``compensated_rows.CompensatedRows`` has them.
     """
 
     packed: torch.Tensor
     block_scale: torch.Tensor
     row_scale: torch.Tensor
     hot: torch.Tensor | None = None
-    next_bits: torch.Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -53,8 +51,6 @@ def pack_rows(
     activation: Activation | None = None,
     row_factor: torch.Tensor | None = None,
     routes: Routes | None = None,
-    hot_bits: torch.Tensor | None = None,
-    following: tuple[torch.Tensor, int] | None = None,
     staging: Staging | None = None,
 ) -> PackedRows:
     """Activation function, rounding to the model's dtype and quantization of rows, in one pass.
@@ -69,7 +65,7 @@ def pack_rows(
     """
     lists = lists or InputCompensation()
     nothing = lists.block_mask is None and not _is_spliced(lists)
-    if nothing and following is None and staging is None:
+    if nothing and staging is None:
         q = quantize_rows(
             x, activation=activation, row_factor=row_factor, routes=routes, operand=False,
             packed=True,
@@ -78,11 +74,11 @@ def pack_rows(
         return _packed_rows([q], None)
     rows = compensate_rows(
         x, lists, packed=True, operand=False, activation=activation, row_factor=row_factor,
-        routes=routes, hot_bits=hot_bits, following=following, staging=staging,
+        routes=routes, staging=staging,
     )  # fmt: skip
     assert rows.codes is not None and rows.quantized is not None
     scales = rows.quantized.global_scale.flatten()
-    return PackedRows(*rows.codes, scales, rows.hot, rows.next_bits)
+    return PackedRows(*rows.codes, scales, rows.hot)
 
 
 def pack_rows_ref(

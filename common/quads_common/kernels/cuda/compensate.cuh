@@ -1,5 +1,11 @@
-// The folded quantizer of compensated rows: `compensation.operands`, then `compensation.fold`.
-// After device.cuh, whose functions it uses.
+// The quantizer of GEMM2's input: rows of bfloat16 in shared memory to float16 operands in their
+// place. `quantize` of a token, with lists `compensation.operands` and then `compensation.fold`.
+//
+// A row of BLOCKS * 16 elements lies in planes of PLANE bytes: word b of plane j holds elements j and
+// j + 8 of block b. LANES neighbouring lanes of a warp share a block: lane s of them has its words of
+// planes s, s + LANES, .. So few rows keep all warps busy, and many repeat little.
+//
+// After device.cuh and routes.cuh, of which it uses functions and THREADS, MAX_ROWS.
 #pragma once
 
 // The lists of GEMM2's input: of each expert, or one for all where the stride is 0.
@@ -10,15 +16,29 @@ struct Compensation {
   float alpha;
 };
 
-// The E4M3 scale of a block from the bits of its largest magnitude.
-DEVICE float block_scale(u32 largest, float inverse) {
-  return decode_e4m3(encode_e4m3(__fmul_rn(as_float(largest), __fmul_rn(inverse, ONE_SIXTH))));
-}
+// Those of one expert in shared memory.
+template <int BLOCKS>
+struct Lists {
+  u32 hot[BLOCKS];
+  u32 chosen[BLOCKS / 4];  // bytes
 
-DEVICE float encode_scale(float scale, float global) {
-  const float decode = __fmul_rn(scale, global);
-  return decode == 0.0f ? 0.0f : fminf(__fdiv_rn(1.0f, decode), FLT_MAX);
-}
+  // Start copies, by all threads; those need wait_for_copies and a barrier.
+  template <bool RAC, bool SPLICE>
+  DEVICE void fetch(const Compensation& from, int expert) {
+    const u32 tid = threadIdx.x;
+    if (SPLICE)
+      for (u32 i = tid; i < BLOCKS; i += THREADS)
+        copy_word(shared_address(hot + i), from.hot_bits + expert * from.bits_stride + i);
+    if (RAC)
+      for (u32 i = THREADS - 1 - tid; i < BLOCKS / 4; i += THREADS)
+        copy_word(shared_address(chosen + i), from.block_mask + expert * from.mask_stride + i * 4);
+  }
+};
+
+// The largest magnitudes of rows, of cold and of hot channels, as bits of bfloat16.
+struct Maxima {
+  u32 cold[MAX_ROWS], hot[MAX_ROWS];
+};
 
 // 16 elements of a row of 16-bit values, which lie in planes of `plane` bytes in shared memory (element
 // k in plane k % 8, two of each plane from `source` on), to `target` in their order.
@@ -37,87 +57,159 @@ DEVICE void store_in_order(u8* target, u32 source, u32 plane) {
 
 DEVICE float power_of_two(int exponent) { return as_float((u32)(exponent + 127) << 23); }
 
-// A row of K = BLOCKS * 16 bfloat16 in shared memory, as `rows.Operand` with planes of PLANE bytes,
-// to float16 operands in its place. One warp; returns the row's scale. mask, bits: this expert's.
-template <int BLOCKS, int PLANE, bool RAC, bool SPLICE>
-DEVICE float compensate_row(u32 row, int lane, const u8* mask, const int* bits, float alpha) {
-  constexpr int MINE = (BLOCKS + 31) / 32;
-  u32 hot[MINE], chosen[MINE], largest = 0, largest_hot = 0;
-#pragma unroll
-  for (int i = 0; i < MINE; i++) {
-    const int block = i * 32 + lane;
-    hot[i] = SPLICE && block < BLOCKS ? bits[block] : 0;
-    chosen[i] = RAC && block < BLOCKS ? mask[block] : 0;
+// What the elements of a row have in common.
+struct RowScale {
+  bool bad;  // NaN or Inf in a cold channel
+  float inverse, global;
+  int shift;  // all elements are scaled by 2^-shift
+
+  DEVICE RowScale(u32 largest, u32 largest_hot) {
+    bad = largest >= 0x7F80u;
+    const float amax = bad ? 0.0f : as_float(largest << 16);
+    inverse = amax < AMAX_FLOOR ? 1.0f : __fdiv_rn(2688.0f, amax);
+    global = __frcp_rn(inverse);
+    const int exponent = (int)(largest_hot >> 7) - (int)(as_bits(global) >> 23);
+    shift = largest_hot < 0x7F80u ? min(max(exponent + 1 - 15, 0), 126) : 0;
   }
-  // Word j of a block holds its elements j and j + 8: all ones where they are hot.
-  auto hot_halves = [](u32 bits_of_block, int j) {
-    return (bits_of_block >> j & 1) * 0xFFFFu | (bits_of_block >> (j + 8) & 1) * 0xFFFF0000u;
-  };
-#pragma unroll
-  for (int i = 0; i < MINE; i++)
-    if (i * 32 + lane < BLOCKS)
-#pragma unroll
-      for (int j = 0; j < 8; j++) {
-        const u32 pair = load_shared(row + j * PLANE + (i * 32 + lane) * 4);
-        const u32 halves = SPLICE ? hot_halves(hot[i], j) : 0;
-        largest = larger_magnitude(largest, pair & ~halves);
-        if (SPLICE) largest_hot = larger_magnitude(largest_hot, pair & halves);
-      }
-  largest = __reduce_max_sync(~0u, largest);
-  const bool bad = largest >= 0x7F800000u;
-  const float amax = bad ? 0.0f : as_float(largest);
-  const float inverse = amax < AMAX_FLOOR ? 1.0f : __fdiv_rn(2688.0f, amax);
-  const float global = __fdiv_rn(1.0f, inverse);
-  int shift = 0;
-  if (SPLICE) {
-    largest_hot = __reduce_max_sync(~0u, largest_hot);
-    const int exponent = (int)(largest_hot >> 23) - (int)(as_bits(global) >> 23);
-    shift = largest_hot < 0x7F800000u ? min(max(exponent + 1 - 15, 0), 126) : 0;
+
+  DEVICE float factor() const {
+    return bad ? as_float(0x7FC00000u) : __fmul_rn(global, power_of_two(shift));
   }
-  const float down = power_of_two(-shift), reciprocal = __fdiv_rn(1.0f, global);
+
+  // The scale of a block with this largest magnitude, and what its elements are multiplied by.
+  DEVICE float block_scale(float largest) const {
+    return round_e4m3(__fmul_rn(largest, __fmul_rn(inverse, ONE_SIXTH)));
+  }
+  DEVICE float encode_scale(float scale) const {
+    const float decode = __fmul_rn(scale, global);
+    return decode == 0.0f ? 0.0f : fminf(__frcp_rn(decode), FLT_MAX);
+  }
+};
+
+// A lane's part of a block, words from `at` on. hot: the block's bits from the lane's first on.
+template <int PLANE, int LANES, bool RAC, bool SPLICE>
+struct BlockPart {
+  static constexpr int WORDS = 8 / LANES, STEP = LANES * PLANE;
+  u32 at, hot;
+
+  // All ones where the elements of word i are hot.
+  DEVICE u32 hot_halves(int i) const {
+    return SPLICE ? spread_signs(hot << (7 - i * LANES)) : 0;
+  }
+
+  // The largest magnitudes as bits of bfloat16: of cold channels in the low half, of hot ones in the
+  // high half.
+  DEVICE u32 largest() const {
+    u32 cold = 0, warm = 0;
 #pragma unroll
-  for (int i = 0; i < MINE; i++)
-    if (i * 32 + lane < BLOCKS) {
-      const u32 at = row + (i * 32 + lane) * 4;
-      u32 pairs[8], block_max = 0, residual_max = 0;
-      float total[16], residual[16];
+    for (int i = 0; i < WORDS; i++) {
+      const u32 word = load_shared(at + i * STEP) & 0x7FFF7FFFu, halves = hot_halves(i);
+      cold = larger_halves(cold, word & ~halves);
+      if (SPLICE) warm = larger_halves(warm, word & halves);
+    }
+    cold = max(cold & 0xFFFFu, cold >> 16);
+    return SPLICE ? cold | max(warm << 16, warm & 0xFFFF0000u) : cold;
+  }
+
+  // Hot elements to what the operand has in their place.
+  DEVICE void fold_hot(const RowScale& row) const {
+    const float down = power_of_two(-row.shift), reciprocal = __frcp_rn(row.global);
+    u32 left = hot & (LANES == 1 ? 0xFFFFu : LANES == 2 ? 0x5555u : 0x1111u);
+#pragma unroll 1
+    for (; left; left &= left - 1) {
+      const int k = __ffs(left) - 1;
+      const u32 where = at + (k & 7) * PLANE + (k >> 3) * 2;
+      const float x = as_float(load_shared_half(where) << 16);
+      store_shared_half(where, pack_fp16(__fmul_rn(__fmul_rn(x, down), reciprocal), 0.0f));
+    }
+  }
+
+  // By all lanes of a warp; those that have `write` store.
+  DEVICE void quantize(const RowScale& row, bool chosen, float alpha, bool write) const {
+    if (SPLICE && write) fold_hot(row);
+    u32 words[WORDS], folded[WORDS], largest = 0;
 #pragma unroll
-      for (int j = 0; j < 8; j++) {
-        pairs[j] = load_shared(at + j * PLANE);
-        block_max = larger_magnitude(block_max, SPLICE ? pairs[j] & ~hot_halves(hot[i], j) : pairs[j]);
-      }
-      const float scale = block_scale(block_max, inverse), encode = encode_scale(scale, global);
+    for (int i = 0; i < WORDS; i++) {
+      const u32 word = load_shared(at + i * STEP), halves = hot_halves(i);
+      words[i] = word & ~halves;
+      folded[i] = word & halves;
+      largest = larger_halves(largest, words[i] & 0x7FFF7FFFu);
+    }
 #pragma unroll
-      for (int k = 0; k < 16; k++) {
-        const u32 pair = SPLICE ? pairs[k % 8] & ~hot_halves(hot[i], k % 8) : pairs[k % 8];
-        const float value = k < 8 ? bf16_low(pair) : bf16_high(pair);
-        total[k] = round_e2m1(__fmul_rn(value, encode)) * scale;
-        if (RAC) {
-          residual[k] = __fsub_rn(value, __fmul_rn(total[k], global));
-          residual_max = max(residual_max, as_bits(residual[k]) & 0x7FFFFFFFu);
-        }
-      }
+    for (int step = 1; step < LANES; step *= 2)
+      largest = larger_halves(largest, __shfl_xor_sync(~0u, largest, step));
+    const float scale =
+        row.block_scale(as_float(max(largest << 16, largest & 0xFFFF0000u)));
+    const float encode = row.encode_scale(scale);
+    float total[2 * WORDS], residual[2 * WORDS], residual_max = 0.0f;
+#pragma unroll
+    for (int k = 0; k < 2 * WORDS; k++) {
+      const float value = k % 2 ? bf16_high(words[k / 2]) : bf16_low(words[k / 2]);
+      total[k] = __fmul_rn(round_e2m1(__fmul_rn(value, encode)), scale);
       if (RAC) {
-        const float scale_r = block_scale(residual_max, inverse);
-        const float encode_r = encode_scale(scale_r, global);
-#pragma unroll
-        for (int k = 0; k < 16; k++) {
-          const float added = round_e2m1(__fmul_rn(residual[k], encode_r)) * scale_r;
-          total[k] = __fadd_rn(total[k], chosen[i] ? __fmul_rn(alpha, added) : 0.0f);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < 8; j++) {
-        float low = total[j], high = total[j + 8];
-        if (SPLICE) {
-          const bool low_hot = hot[i] >> j & 1, high_hot = hot[i] >> (j + 8) & 1;
-          low = low_hot ? __fmul_rn(__fmul_rn(bf16_low(pairs[j]), down), reciprocal)
-                        : __fmul_rn(low, down);
-          high = high_hot ? __fmul_rn(__fmul_rn(bf16_high(pairs[j]), down), reciprocal)
-                          : __fmul_rn(high, down);
-        }
-        store_shared(at + j * PLANE, bad ? 0x7FFF7FFFu : pack_fp16(low, high));
+        residual[k] = __fsub_rn(value, __fmul_rn(total[k], row.global));
+        residual_max = fmaxf(residual_max, fabsf(residual[k]));
       }
     }
-  return bad ? as_float(0x7FC00000u) : __fmul_rn(global, power_of_two(shift));
+    if (RAC) {
+#pragma unroll
+      for (int step = 1; step < LANES; step *= 2)
+        residual_max = fmaxf(residual_max, __shfl_xor_sync(~0u, residual_max, step));
+      const float scale_r = row.block_scale(residual_max), encode_r = row.encode_scale(scale_r);
+      const float share = chosen ? alpha : 0.0f;
+#pragma unroll
+      for (int k = 0; k < 2 * WORDS; k++) {
+        const float added = __fmul_rn(round_e2m1(__fmul_rn(residual[k], encode_r)), scale_r);
+        total[k] = __fadd_rn(total[k], __fmul_rn(share, added));
+      }
+    }
+    const float down = power_of_two(-row.shift);
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+      float low = total[2 * i], high = total[2 * i + 1];
+      if (SPLICE) low = __fmul_rn(low, down), high = __fmul_rn(high, down);
+      const u32 word = pack_fp16(low, high) | folded[i];
+      if (write) store_shared(at + i * STEP, row.bad ? 0x7FFF7FFFu : word);
+    }
+  }
+};
+
+// Quantize rows of ROW bytes in shared memory, by all threads: `rows` from `first` on, with maxima[0],
+// all 0, and lists[0], then `second_rows` from `second` on with maxima[1] and lists[1].
+// `finish(i, row, factor)` takes the factor of each row, by one thread. Ends with a barrier.
+template <int BLOCKS, int PLANE, int ROW, int LANES, bool RAC, bool SPLICE, typename Finish>
+DEVICE void quantize_rows(u32 first, int rows, u32 second, int second_rows, Maxima* maxima,
+                          const Lists<BLOCKS>* lists, float alpha, Finish finish) {
+  static_assert(BLOCKS % 8 == 0, "8 blocks that lie together are of one row");
+  const int lane = threadIdx.x & 31, part = lane % LANES;
+  const int blocks = (rows + second_rows) * BLOCKS;
+  auto each = [&](auto run) {
+#pragma unroll 1
+    for (int start = threadIdx.x - lane; start < blocks * LANES; start += THREADS) {
+      const u32 item = (u32)(start + lane) / LANES, block = min(item, (u32)blocks - 1);
+      const int place = block / BLOCKS, own = block % BLOCKS, i = place >= rows;
+      const int row = i ? place - rows : place;
+      const u32 hot = SPLICE ? lists[i].hot[own] >> part : 0;
+      const u32 at = (i ? second : first) + row * ROW + part * PLANE + own * 4;
+      run(BlockPart<PLANE, LANES, RAC, SPLICE>{at, hot}, i, row, own, item == block);
+    }
+  };
+  each([&](auto block, int i, int row, int own, bool inside) {
+    u32 largest = block.largest();
+#pragma unroll
+    for (int step = 1; step < 8 * LANES; step *= 2)
+      largest = larger_halves(largest, __shfl_xor_sync(~0u, largest, step));
+    if (inside && lane % (8 * LANES) == 0) {
+      atomicMax(&maxima[i].cold[row], largest & 0xFFFFu);
+      if (SPLICE) atomicMax(&maxima[i].hot[row], largest >> 16);
+    }
+  });
+  __syncthreads();  // rows are overwritten from here on
+  each([&](auto block, int i, int row, int own, bool inside) {
+    const RowScale scale(maxima[i].cold[row], SPLICE ? maxima[i].hot[row] : 0);
+    const bool chosen = RAC && ((const u8*)lists[i].chosen)[own];
+    block.quantize(scale, chosen, alpha, inside);
+    if (inside && own == 0 && part == 0) finish(i, row, scale.factor());
+  });
+  __syncthreads();
 }

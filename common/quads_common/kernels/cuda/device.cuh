@@ -61,6 +61,23 @@ DEVICE void store_shared(u32 address, u32 value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+DEVICE u32 load_shared_half(u32 address) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
+  return v;
+}
+
+DEVICE void store_shared_half(u32 address, u32 value) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((u16)value) : "memory");
+}
+
+// 4 bytes, global to shared, behind the thread's back.
+DEVICE void copy_word(u32 target, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
+}
+
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Weights are read once: no place in the L1 cache.
 DEVICE uint4 load_stream16(const void* p) {
   uint4 v;
@@ -104,6 +121,20 @@ DEVICE u32 pack_fp16(float low, float high) {
   u32 pair;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
+}
+
+// Of both halves, as unsigned numbers.
+DEVICE u32 larger_halves(u32 a, u32 b) {
+  u32 larger;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+// A half of ones for bit 7, and one for bit 15.
+DEVICE u32 spread_signs(u32 bits) {
+  u32 halves;
+  asm("prmt.b32 %0, %1, 0, 0x9988;" : "=r"(halves) : "r"(bits));
+  return halves;
 }
 
 DEVICE float round_bf16(float value) { return bf16_low(pack_bf16(value, 0.0f)); }
@@ -183,16 +214,10 @@ DEVICE u32 unpack(u32 word) {
 
 // ---- the quantizer of `quads_common.quantize`; compiled without contraction of multiply-adds
 
-DEVICE u32 encode_e4m3(float x) {  // x >= 0; nearest, ties to even, saturating at 448
-  u32 bits = as_bits(x);
-  u32 subnormal = as_bits(x + 16384.0f) - 0x46800000u;
-  u32 normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3);
-  u32 byte = x < 0.015625f ? subnormal : normal;
-  return byte > 0x7E ? 0x7E : byte;
-}
-
-DEVICE float decode_e4m3(u32 byte) {
-  return byte < 8 ? byte * 0.001953125f : as_float((byte + ((127 - 7) << 3)) << 20);
+// The nearest E4M3 value of x >= 0: ties to even, saturating at 448.
+DEVICE float round_e4m3(float x) {
+  const float magic = as_float(as_bits(fmaxf(x, 0.015625f)) & 0x7F800000u) * 1048576.0f;
+  return fminf((x + magic) - magic, 448.0f);
 }
 
 // The nearest E2M1 value with the sign of x: ties to even, saturating at 6. See
@@ -201,8 +226,4 @@ DEVICE float round_e2m1(float x) {
   float a = fminf(fabsf(x), 6.0f);
   float magic = as_float(as_bits(fmaxf(a, 1.0f)) & 0x7F800000u) * 4194304.0f;
   return copysignf((a + magic) - magic, x);
-}
-
-DEVICE u32 larger_magnitude(u32 largest, u32 pair) {  // bits of float32, of a pair of bfloat16
-  return max(largest, max((pair << 16) & 0x7FFF0000u, pair & 0x7FFF0000u));
 }

@@ -13,8 +13,8 @@
 // Compiled for one shape: HIDDEN and INNER (multiples of 128), FORMAT (BF16 or FP16), WITH_RAC and
 // WITH_SPLICE (0 or 1): what compensates GEMM2's input.
 #include "device.cuh"
-#include "compensate.cuh"
 #include "routes.cuh"
+#include "compensate.cuh"
 
 struct MoeArguments {
   const u8* w13;           // tiles of codes [E, I/16, H/128, 2048]
@@ -213,53 +213,13 @@ DEVICE void finish_down(const MoeArguments& A, const float (&acc)[2][TILES][4], 
     }
 }
 
-// Products of one slot in shared memory, bfloat16 [8, I/8], to float16 code * block scale, in place.
-// One warp; returns the row's scale. As `_quantize.quantize_rows_kernel`.
-DEVICE float quantize_row(u32 row, int lane) {
-  constexpr int BLOCKS = INNER / 16, MINE = (BLOCKS + 31) / 32;
-  u32 largest = 0;
-#pragma unroll
-  for (int i = 0; i < MINE; i++)
-    if (i * 32 + lane < BLOCKS)
-#pragma unroll
-      for (int j = 0; j < 8; j++)
-        largest = larger_magnitude(largest,
-                                   load_shared(row + j * PRODUCT_PLANE + (i * 32 + lane) * 4));
-  largest = __reduce_max_sync(~0u, largest);
-  const bool bad = largest >= 0x7F800000u;
-  const float amax = bad ? 0.0f : as_float(largest);
-  const float inverse = amax < AMAX_FLOOR ? 1.0f : __fdiv_rn(2688.0f, amax);
-  const float global = __fdiv_rn(1.0f, inverse);
-#pragma unroll
-  for (int i = 0; i < MINE; i++)
-    if (i * 32 + lane < BLOCKS) {
-      const u32 at = row + (i * 32 + lane) * 4;
-      u32 pairs[8], block_max = 0;
-#pragma unroll
-      for (int j = 0; j < 8; j++) {
-        pairs[j] = load_shared(at + j * PRODUCT_PLANE);
-        block_max = larger_magnitude(block_max, pairs[j]);
-      }
-      const float scale = decode_e4m3(
-          encode_e4m3(__fmul_rn(as_float(block_max), __fmul_rn(inverse, ONE_SIXTH))));
-      const float decode = __fmul_rn(scale, global);
-      const float encode = decode == 0.0f ? 0.0f : fminf(__fdiv_rn(1.0f, decode), FLT_MAX);
-#pragma unroll
-      for (int j = 0; j < 8; j++) {
-        const u32 pair = pack_fp16(round_e2m1(__fmul_rn(bf16_low(pairs[j]), encode)) * scale,
-                                   round_e2m1(__fmul_rn(bf16_high(pairs[j]), encode)) * scale);
-        store_shared(at + j * PRODUCT_PLANE, bad ? 0x7FFF7FFFu : pair);
-      }
-    }
-  return bad ? as_float(0x7FC00000u) : global;
-}
-
 // Start the copies of a block's rows and note its slots' factors. All threads; a barrier must follow.
 template <bool DOWN>
-DEVICE void fetch_rows(const MoeArguments& A, const Block& block, Slots& slots, u32 target,
-                       u32 barrier) {
+DEVICE void fetch_rows(const MoeArguments& A, const Block& block, Slots& slots, Maxima& maxima,
+                       u32 target, u32 barrier) {
   constexpr int BYTES = DOWN ? PRODUCT_BYTES : X_BYTES, ROW = DOWN ? PRODUCT_ROW : X_ROW;
   const int tid = threadIdx.x;
+  if (tid < MAX_ROWS) maxima.cold[tid] = maxima.hot[tid] = 0;
   if (tid < block.rows) {
     const int slot = block.slots[tid], token = slot / A.routes.top_k;
     const u8* source = DOWN ? A.product + (u64)slot * BYTES : A.x + (u64)token * BYTES;
@@ -275,19 +235,16 @@ DEVICE void fetch_rows(const MoeArguments& A, const Block& block, Slots& slots, 
 }
 
 #ifdef INSPECT
-// The products of a block to `product`, each row by the warp that quantizes it afterwards.
-DEVICE void copy_products(const MoeArguments& A, const Block& block, const Slots& slots,
-                          u32 products, int warp, int lane) {
-  for (int row = warp; row < block.rows; row += WARPS) {
-    u32* target = (u32*)(A.product + (u64)slots.ids[row] * PRODUCT_BYTES);
-    for (int word = lane; word < PRODUCT_BYTES / 4; word += 32)
-      target[word] = load_shared(products + row * PRODUCT_ROW + word * 4);
-  }
-  __syncwarp();
+// The rows of a block in shared memory to those of its slots in `target`, by all threads.
+DEVICE void copy_rows(u8* target, const Block& block, const Slots& slots, u32 rows) {
+  for (int row = 0; row < block.rows; row++)
+    for (int word = threadIdx.x; word < PRODUCT_BYTES / 4; word += THREADS)
+      ((u32*)(target + (u64)slots.ids[row] * PRODUCT_BYTES))[word] =
+          load_shared(rows + row * PRODUCT_ROW + word * 4);
 }
 #endif
 
-// The products of sampled tokens to `staged_rows`, each row by the warp that quantizes it afterwards.
+// The products of sampled tokens to `staged_rows`, a warp a row.
 DEVICE void stage_products(const MoeArguments& A, const Block& block, const Slots& slots,
                            u32 products, int warp, int lane) {
 #pragma unroll 1
@@ -300,30 +257,26 @@ DEVICE void stage_products(const MoeArguments& A, const Block& block, const Slot
       store_in_order(A.staged_rows + (u64)staged * (INNER * 2) + word * 32,
                      products + row * PRODUCT_ROW + word * 4, PRODUCT_PLANE);
   }
-  __syncwarp();
 }
 
-// Quantize the products of a block, a warp a row. A barrier must follow.
-DEVICE void quantize_block(const MoeArguments& A, const Block& block, Slots& slots, u32 products,
-                           int warp, int lane) {
-  for (int row = warp; row < block.rows; row += WARPS) {
-    const u32 at = products + row * PRODUCT_ROW;
-#if WITH_RAC || WITH_SPLICE
-    const float scale = compensate_row<INNER / 16, PRODUCT_PLANE, WITH_RAC, WITH_SPLICE>(
-        at, lane, A.compensation.block_mask + block.expert * A.compensation.mask_stride,
-        A.compensation.hot_bits + block.expert * A.compensation.bits_stride, A.compensation.alpha);
-#else
-    const float scale = quantize_row(at, lane);
-#endif
-    if (lane == 0) slots.down_factor[row] = __fmul_rn(scale, slots.down_factor[row]);
+using ProductLists = Lists<INNER / 16>;
+
+// Quantize the products of a block, or of two. Begins and ends with what all threads see.
+template <int LANES>
+DEVICE void quantize_products(const MoeArguments& A, const Block* block, Slots* slots, Maxima* maxima,
+                              const ProductLists* lists, u32 first, u32 second, bool two) {
+  quantize_rows<INNER / 16, PRODUCT_PLANE, PRODUCT_ROW, LANES, WITH_RAC, WITH_SPLICE>(
+      first, block[0].rows, second, two ? block[1].rows : 0, maxima, lists, A.compensation.alpha,
+      [&](int i, int row, float factor) {
+        slots[i].down_factor[row] = __fmul_rn(factor, slots[i].down_factor[row]);
 #ifdef INSPECT
-    if (lane == 0) A.inspect_scale[slots.ids[row]] = scale;
-    __syncwarp();
-    for (int word = lane; word < INNER / 2; word += 32)
-      ((u32*)A.inspect_operand)[(u64)slots.ids[row] * (INNER / 2) + word] =
-          load_shared(at + word * 4);
+        A.inspect_scale[slots[i].ids[row]] = factor;
 #endif
-  }
+      });
+#ifdef INSPECT
+  copy_rows(A.inspect_operand, block[0], slots[0], first);
+  if (two) copy_rows(A.inspect_operand, block[1], slots[1], second);
+#endif
 }
 
 // acc of a team's first warp += those of its others, in their order. By all warps.
@@ -378,11 +331,13 @@ DEVICE void both_halves(const MoeArguments& A) {
   __shared__ Routing routing;
   __shared__ Block block;
   __shared__ Slots slots;
+  __shared__ Maxima maxima;
   __shared__ __align__(8) u64 barrier_memory;
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const u32 x = shared_address(memory), products = x + A.rows * X_ROW;
   const u32 lane_x = x + (lane >> 2) * X_ROW + (lane & 3) * 8;
   const u32 lane_products = products + (lane >> 2) * PRODUCT_ROW + (lane & 3) * 8;
+  ProductLists& lists = *(ProductLists*)(memory + A.rows * (X_ROW + PRODUCT_ROW));
   const u32 barrier = shared_address(&barrier_memory);
   if (tid == 0) barrier_init(barrier, 1);
   let_next_kernel_start();
@@ -392,11 +347,12 @@ DEVICE void both_halves(const MoeArguments& A) {
     fence_copy_engine();
     __syncthreads();
     gather_block(A.routes, b, routing, block);
+    lists.fetch<WITH_RAC, WITH_SPLICE>(A.compensation, block.expert);
     Stage current;
     load_stage<false>(A, strip_offset<false>(block.expert, min(warp, UP_STRIPS - 1), lane), current);
     if (b == blockIdx.x) wait_for_previous_kernel();
     if (tid == 0) barrier_expect(barrier, block.rows * X_BYTES);
-    fetch_rows<false>(A, block, slots, x, barrier);
+    fetch_rows<false>(A, block, slots, maxima, x, barrier);
     __syncthreads();
     barrier_wait(barrier, phase);
     phase ^= 1;
@@ -414,14 +370,14 @@ DEVICE void both_halves(const MoeArguments& A) {
       }
     });
     load_stage<true>(A, strip_offset<true>(block.expert, min(warp, DOWN_STRIPS - 1), lane), current);
+    wait_for_copies();
     __syncthreads();
 #ifdef INSPECT
-    copy_products(A, block, slots, products, warp, lane);
+    copy_rows(A.product, block, slots, products);
 #endif
     if (FORMAT == FP16) {
       if (A.sample_map) stage_products(A, block, slots, products, warp, lane);
-      quantize_block(A, block, slots, products, warp, lane);
-      __syncthreads();
+      quantize_products<1>(A, &block, &slots, &maxima, &lists, products, 0, false);
     }
     by_tiles(block.rows, [&](auto tiles) {
       constexpr int TILES = decltype(tiles)::value;
@@ -473,6 +429,7 @@ DEVICE void one_half(const MoeArguments& A) {
   __shared__ Routing routing;
   __shared__ Block block[2];
   __shared__ Slots slots[2];
+  __shared__ Maxima maxima[2];
   __shared__ Work work;
   __shared__ __align__(8) u64 barrier_memory;
   const int tid = threadIdx.x, warp = tid >> 5;
@@ -480,6 +437,7 @@ DEVICE void one_half(const MoeArguments& A) {
   const int team = warp / SPLIT, part = warp % SPLIT;
   const u32 part_offset = part * SHARE * STAGE_UNITS;
   u32 x = shared_address(memory);
+  ProductLists* lists = (ProductLists*)(memory + A.rows * ROW);  // with DOWN
   const u32 barrier = shared_address(&barrier_memory);
   if (tid == 0) barrier_init(barrier, 1);
   let_next_kernel_start();
@@ -523,25 +481,28 @@ DEVICE void one_half(const MoeArguments& A) {
         work.end = work.split;
     }
     __syncthreads();
+    if (DOWN)
+      for (int i = 0; i <= work.two(); i++)
+        lists[i].fetch<WITH_RAC, WITH_SPLICE>(A.compensation, block[i].expert);
     Stage current;
     load_stage<DOWN>(A, work.offset<DOWN>(block, work.begin + team, lane) + part_offset, current);
     if (!started) wait_for_previous_kernel();
     if (tid == 0)
       barrier_expect(barrier, (block[0].rows + (work.two() ? block[1].rows : 0)) * BYTES);
-    fetch_rows<DOWN>(A, block[0], slots[0], x, barrier);
-    if (work.two()) fetch_rows<DOWN>(A, block[1], slots[1], x + work.second_row * ROW, barrier);
+    fetch_rows<DOWN>(A, block[0], slots[0], maxima[0], x, barrier);
+    if (work.two())
+      fetch_rows<DOWN>(A, block[1], slots[1], maxima[1], x + work.second_row * ROW, barrier);
+    wait_for_copies();
     __syncthreads();
     barrier_wait(barrier, phase);
     phase ^= 1;
     if (DOWN && FORMAT == FP16) {
-      for (int i = 0; i <= work.two(); i++) {
-        const u32 products = x + (i ? work.second_row * ROW : 0);
-        // Of the thread blocks that share a block, the one that has its first strip.
-        if (A.sample_map && (i || work.begin % STRIPS == 0))
-          stage_products(A, block[i], slots[i], products, warp, lane);
-        quantize_block(A, block[i], slots[i], products, warp, lane);
-      }
-      __syncthreads();
+      const u32 second = x + work.second_row * ROW;
+      // Of the thread blocks that share a block, the one that has its first strip.
+      if (A.sample_map && work.begin % STRIPS == 0)
+        stage_products(A, block[0], slots[0], x, warp, lane);
+      if (A.sample_map && work.two()) stage_products(A, block[1], slots[1], second, warp, lane);
+      quantize_products<FEW ? 4 : 2>(A, block, slots, maxima, lists, x, second, work.two());
     }
     auto run = [&](auto tiles) {
       constexpr int TILES = decltype(tiles)::value;

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from quads_common.compensation import CompensationOptions, Site, new_site_state
-from quads_common.compensation.operands import InputCompensation
+from quads_common.compensation.operands import InputCompensation, channel_bits
 from quads_common.compensation.ops import quads_linear_compensated, quads_moe_compensated
+from quads_common.compensation.selection import write_selection
 from quads_common.compensation.staging import new_staging
 from quads_common.kernels.blackwell import gemm, linear, moe
 from quads_common.kernels.blackwell.gemm import fp4_config, grouped_gemm_fp4
@@ -76,7 +77,10 @@ def test_ops_run_the_backend_they_name(experts, generator, monkeypatch):
     results = {}
     for backend in ("emulated", "blackwell"):
         states = new_states()
-        lists = [state.selection for state in states]
+        lists = [
+            (s.selection.block_mask, s.selection.channels, s.selection.hot_bits, None)
+            for s in states
+        ]
         sample_map = torch.tensor([-1, 2, -1, 0, 1, -1], dtype=torch.int32)
         staged = [
             list(new_staging(4, k, width, x.dtype))
@@ -86,13 +90,12 @@ def test_ops_run_the_backend_they_name(experts, generator, monkeypatch):
             quads_moe(x, *weights, router, ids, None, "silu", None, "nvfp4", False, backend),
             quads_linear(x, *(t[0] for t in weights[:3]), None, "nvfp4", backend),
             quads_moe_compensated(
-                x, *weights, router, ids, None, "silu", None, False, lists[0].block_mask,
-                lists[0].channels, None, lists[1].block_mask, lists[1].channels, None, 1.0,
+                x, *weights, router, ids, None, "silu", None, False, *lists[0], *lists[1], 1.0,
                 sample_map, staged[0] + staged[1], backend,
             ),
             quads_linear_compensated(
-                x, *(t[0] for t in weights[:3]), None, lists[2].block_mask, lists[2].channels,
-                None, 1.0, sample_map, staged[2], backend,
+                x, *(t[0] for t in weights[:3]), None, *lists[2], 1.0, sample_map, staged[2],
+                backend,
             ),
         ]  # fmt: skip
         assert len(launched) == (6 if backend == "blackwell" else 0)
@@ -113,8 +116,11 @@ def new_states():
     )
     states = [new_site_state(site, OPTIONS) for site in sites]
     for i, state in enumerate(states):
-        state.selection.channels[:, :3] = torch.tensor([1, 17, 40 + i])
-        state.selection.block_mask[:, 1] = False
+        blocks = torch.ones_like(state.selection.block_mask)
+        blocks[:, 1] = False
+        hot = torch.zeros_like(state.averages.channel, dtype=torch.bool)
+        hot[:, [1, 17, 40 + i]] = True
+        write_selection(state.selection, blocks, hot)
     return states
 
 
@@ -132,7 +138,8 @@ def test_no_tokens_and_no_routes(experts, generator):
 def test_lists_without_a_channel_are_plain(experts, generator):
     x = random_rows(3, HIDDEN, generator=generator)
     one = one_matrix(experts[0], 0)
-    lists = InputCompensation(channels=torch.full((1, 16), -1, dtype=torch.int32))
+    channels = torch.full((1, 16), -1, dtype=torch.int32)
+    lists = InputCompensation(channels=channels, hot_bits=channel_bits(channels, HIDDEN))
     columns = torch.zeros((2 * INNER, 16), dtype=torch.bfloat16)
     lists = dataclasses.replace(lists, columns=columns)
     assert torch.equal(linear_blackwell(x, one, compensation=lists), linear_blackwell(x, one))
@@ -182,14 +189,16 @@ def test_operands_that_do_not_fit(experts, generator):
     refuse("a routing table is needed for 4 experts", table=None)
     refuse("the table has blocks of 16, the tile 32", block_m=32)
     refuse("a residual and a block mask belong together", lists=InputCompensation(mask))
-    lists = InputCompensation(channels=channels)
+    bits = channel_bits(channels, HIDDEN)
+    lists = InputCompensation(channels=channels, hot_bits=bits)
     refuse("hot values and a list of channels belong together", lists=lists)
     lists = InputCompensation(mask.repeat(3, 1))
     refuse("block_mask has 3 lists: one, or one of each of 4", InputCompensation(mask), lists)
     refuse("block_mask must be bool", lists, lists)
-    lists = InputCompensation(channels=channels, columns=torch.zeros((4, 96, 2)))
+    columns = torch.zeros((4, 96, 2))
+    lists = InputCompensation(channels=channels, columns=columns, hot_bits=bits)
     refuse(r"columns must be bf16 \[4, 96, 2\], got torch.float32", lists, lists)
     with pytest.raises(
         ValueError, match=r"spliced channels need bfloat16 inputs, got torch\.float16"
     ):
-        pack_rows(x.half(), InputCompensation(channels=channels))
+        pack_rows(x.half(), InputCompensation(channels=channels, hot_bits=bits))
