@@ -6,9 +6,24 @@ import triton
 import triton.language as tl
 
 from quads_common.kernels._activation import activate_gated, activate_plain
+from quads_common.kernels._blocks import (
+    block_amax,
+    code_word,
+    elements,
+    join_pairs,
+    load_words,
+    narrow,
+    pair_of,
+    quantized_pair,
+    split_16,
+    store_block,
+    store_codes,
+    widen,
+)
 from quads_common.kernels._coding import (
     INFINITY,
     WEIGHT_AMAX_MAX,
+    block_scales,
     decode_e4m3,
     magnitude_bits,
     pack_codes,
@@ -139,58 +154,128 @@ def store_operand(operand_ptr, value, row, row_inside, PLANE: tl.constexpr,
     tl.store(target, value.to(operand_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def load_block(
+    x_ptr, factor_ptr, stride_row, row, block, inside, limit, alpha, beta, WIDTH: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    WIDE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """``load_rows`` as a block of ``_blocks``: words of x's dtype, or float32. inside: [R, B]."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    if WIDE and (ACTIVATION == "none" or ACTIVATION == "silu"):
+        base = x_ptr + (row[:, None] * stride_row + block[None, :] * 16)
+        words = load_words(base.to(tl.pointer_type(tl.int32)), inside)
+        result = words
+        if ACTIVATION == "silu":
+            ups = load_words((base + WIDTH).to(tl.pointer_type(tl.int32)), inside)
+            result = ()
+            for i in tl.static_range(8):
+                gate, next_gate = widen(words[i], dtype)
+                up, next_up = widen(ups[i], dtype)
+                low = activate_gated(
+                    gate, up, limit, alpha, beta, ACTIVATION, HAS_LIMIT, PTX
+                )
+                high = activate_gated(
+                    next_gate, next_up, limit, alpha, beta, ACTIVATION, HAS_LIMIT, PTX
+                )
+                result = result + (narrow(low, high, dtype, PTX),)
+        elif HAS_FACTOR:
+            factor = tl.load(factor_ptr + row).to(tl.float32)[:, None]
+            result = ()
+            for i in tl.static_range(8):
+                low, high = widen(words[i], dtype)
+                result = result + (narrow(low * factor, high * factor, dtype, PTX),)
+    else:
+        column = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+        x = load_rows(
+            x_ptr, factor_ptr, stride_row, row, column[None, :, :], inside[:, :, None], WIDTH,
+            limit, alpha, beta, ACTIVATION, HAS_LIMIT, HAS_FACTOR,
+        )  # fmt: skip
+        result = split_16(x)
+        if dtype != tl.float32:
+            result = join_pairs(result, dtype, PTX)
+    return result
+
+
 @triton.jit(do_not_specialize=["rows", "map_size", "num_experts"])
 def quantize_rows_kernel(
     x_ptr, factor_ptr, product_ptr, packed_ptr, scale_ptr, global_ptr, operand_ptr,
-    ids_ptr, map_ptr, map_size, num_experts,
-    rows, width, stride_row, limit, alpha, beta, PLANE: tl.constexpr,
+    ids_ptr, map_ptr, map_size, num_experts, rows, stride_row, limit, alpha, beta,
+    WIDTH: tl.constexpr, PLANE: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr,
     QUANTIZE: tl.constexpr, PRODUCT: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     HAS_IDS: tl.constexpr, HAS_MAP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-    NEXT_MAY_START: tl.constexpr,
+    CHUNKS: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, NEXT_MAY_START: tl.constexpr,
 ):  # fmt: skip
     """Activation, quantization and reordering of rows, each part optional. Grid: (row tiles,).
 
-    x: [rows, width] (2 * width if gated), any model dtype. Outputs, all [rows, ...]: product
-    [width] in x's dtype, packed [width/2], scale [width/16] bytes, global [1] float32, operand
+    x: [rows, WIDTH] (2 * WIDTH if gated), any model dtype. Outputs, all [rows, ...]: product
+    [WIDTH] in x's dtype, packed [WIDTH/2], scale [WIDTH/16] bytes, global [1] float32, operand
     [8, PLANE] 16-bit: code * block scale, or x itself without QUANTIZE. Rows of skipped slots are
     left alone. A row with NaN or Inf gets codes 0, scales NaN and operands NaN.
+
+    A row is CHUNKS tiles of BLOCKS blocks, all in registers before its global scale is known.
+    WIDE: x, its rows and the columns of up start at multiples of 16 bytes. PTX: see ``_blocks``.
     """
     if NEXT_MAY_START:  # it waits for the results itself (sm_90)
         tl.extra.cuda.gdc_launch_dependents()
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_inside = row < rows
     if HAS_IDS:
         ids = tl.load(ids_ptr + row, mask=row_inside, other=-1)
         row_inside = local_expert(ids, map_ptr, map_size, num_experts, HAS_MAP) >= 0
     row = tl.where(row_inside, row, 0).to(tl.int64)
-    block = tl.arange(0, BLOCKS)
-    column = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-    inside = row_inside[:, None] & (block * 16 < width)[None, :]
-    x = load_rows(
-        x_ptr, factor_ptr, stride_row, row, column[None, :, :], inside[:, :, None], width, limit,
-        alpha, beta, ACTIVATION, HAS_LIMIT, HAS_FACTOR,
-    )  # fmt: skip
-    if PRODUCT:
-        target = product_ptr + row[:, None, None] * width + column[None, :, :]
-        tl.store(target, x.to(product_ptr.dtype.element_ty), mask=inside[:, :, None])
+    blocks = ()
+    amaxes = ()
+    for chunk in tl.static_range(CHUNKS):
+        block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+        inside = row_inside[:, None] & (block * 16 < WIDTH)[None, :]
+        x = load_block(
+            x_ptr, factor_ptr, stride_row, row, block, inside, limit, alpha, beta, WIDTH,
+            ACTIVATION, HAS_LIMIT, HAS_FACTOR, WIDE, PTX,
+        )  # fmt: skip
+        if PRODUCT:
+            store_block(product_ptr + (row[:, None] * WIDTH + block[None, :] * 16), x, inside)
+        blocks = blocks + (x,)
+        if QUANTIZE:
+            amaxes = amaxes + (block_amax(elements(x, dtype)),)
     if QUANTIZE:
-        amax = tl.max(tl.max(magnitude_bits(x), 2), 1)
+        largest = amaxes[0]
+        for chunk in tl.static_range(1, CHUNKS):
+            largest = tl.maximum(largest, amaxes[chunk], propagate_nan=tl.PropagateNan.ALL)
+        amax = tl.max(magnitude_bits(largest), 1)
         bad = amax >= INFINITY
         inverse = row_global_scale_inv(tl.where(bad, 0, amax))
         global_scale = tl.math.div_rn(1.0, inverse)
         tl.store(global_ptr + row, tl.where(bad, float("nan"), global_scale), mask=row_inside)
-        x = tl.where(bad[:, None, None], 0.0, x)
-        value, code, scale = quantize_blocks(x, inverse[:, None], global_scale[:, None])
+        inverse, global_scale, bad = inverse[:, None], global_scale[:, None], bad[:, None]
+    for chunk in tl.static_range(CHUNKS):
+        block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+        inside = row_inside[:, None] & (block * 16 < WIDTH)[None, :]
+        x = elements(blocks[chunk], dtype)
+        if QUANTIZE:
+            scale, encode, live = block_scales(amaxes[chunk], inverse, global_scale)
         if PACKED:
-            byte = block[:, None] * 8 + tl.arange(0, 8)[None, :]
-            target = packed_ptr + row[:, None, None] * (width // 2) + byte[None, :, :]
-            tl.store(target, pack_codes(code, ROWS, BLOCKS), mask=inside[:, :, None])
-            target = scale_ptr + row[:, None] * (width // 16) + block[None, :]
-            byte = tl.where(bad[:, None], E4M3_NAN, scale).to(tl.uint8)
-            tl.store(target, byte, mask=inside)
-        x = value * decode_e4m3(scale)[:, :, None]
-        x = tl.where(bad[:, None, None], float("nan"), x)
-    if OPERAND:
-        x = tl.where((block * 16 < width)[None, :, None], x, 0.0)
-        store_operand(operand_ptr, x, row, row_inside, PLANE, ROWS, BLOCKS)
+            live = live & (bad == 0)
+            target = packed_ptr + (row[:, None] * (WIDTH // 2) + block[None, :] * 8)
+            first = tl.where(live, code_word(x, encode, 0), 0)
+            second = tl.where(live, code_word(x, encode, 8), 0)
+            store_codes(target, first, second, inside, True)
+            target = scale_ptr + (row[:, None] * (WIDTH // 16) + block[None, :])
+            tl.store(target, tl.where(bad, E4M3_NAN, scale).to(tl.uint8), mask=inside)
+        if OPERAND:
+            inside = row_inside[:, None] & (block * 2 < PLANE)[None, :]
+            target = operand_ptr + (row[:, None] * (PLANE * 8) + block[None, :] * 2)
+            target = target.to(tl.pointer_type(tl.int32))
+            if QUANTIZE:
+                # 6 * 2^-126, that of code 7, becomes the bits of float16's NaN.
+                factor = tl.where(bad, 268435456.0, decode_e4m3(scale) * 16384.0)
+                factor = tl.where((block * 16 < WIDTH)[None, :], factor, 0.0)
+                encode = tl.where(bad, float("nan"), encode)
+            for i in tl.static_range(8):
+                if QUANTIZE:
+                    pair = quantized_pair(x[i], x[i + 8], encode, factor)
+                else:
+                    pair = pair_of(blocks[chunk], i)
+                tl.store(target + i * (PLANE // 2), pair, mask=inside)
