@@ -2,10 +2,11 @@
 # Device code: what stands here is Triton's language, not Python's.
 """Blocks of 16 elements, each held by one thread: loading, quantizing, storing a tile of them.
 
-A block is a tuple of tensors [R, B], one entry for each block of the tile: 8 int32 words with two
-16-bit elements each (even column in the low half) or 16 float32 elements. So nothing that happens
-within a block moves between threads, and a tile whose blocks are as many as its threads takes two
-16-byte loads, an 8-byte store of codes and a byte for the scale.
+A tile is [B, R], B blocks of R rows; blocks come first, so that neighbouring threads hold
+neighbouring blocks. A block is a tuple of tensors [B, R] of int32 words, one entry for each block
+of the tile: 8 words of two 16-bit elements (even column in the low half) or 16 of one float32. So
+nothing that happens within a block moves between threads, and a tile whose blocks are as many as
+its threads is read 16 bytes at a time and written 8 bytes of codes at a time.
 """
 
 import triton
@@ -32,7 +33,7 @@ ROUND_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 
 @triton.jit
 def split_4(x):
-    """[R, B, 4] to a tuple of 4 tensors [R, B]."""
+    """[B, R, 4] to a tuple of 4 tensors [B, R]."""
     even, odd = tl.split(x.reshape(x.shape[0], x.shape[1], 2, 2))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
@@ -41,7 +42,7 @@ def split_4(x):
 
 @triton.jit
 def split_16(x):
-    """[R, B, 16] to a tuple of 16 tensors [R, B]."""
+    """[B, R, 16] to a tuple of 16 tensors [B, R]."""
     x = x.reshape(x.shape[0], x.shape[1], 4, 2, 2)
     even, odd = tl.split(x)
     x0, x2 = tl.split(even)
@@ -55,11 +56,37 @@ def split_16(x):
 
 @triton.jit
 def load_words(pointer, inside):
-    """The 8 words of each block, from int32 pointers [R, B] to their first."""
-    at = pointer[:, :, None] + tl.arange(0, 4)[None, None, :]
-    first = tl.load(at, mask=inside[:, :, None], other=0)
-    second = tl.load(at + 4, mask=inside[:, :, None], other=0)
-    return split_4(first) + split_4(second)
+    """The words of each block, from pointers [B, R] to its first element, at multiples of 16 bytes."""
+    count: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth // 2
+    at = pointer.to(tl.pointer_type(tl.int32))[:, :, None] + tl.arange(0, 4)[None, None, :]
+    words = ()
+    for i in tl.static_range(0, count, 4):
+        words = words + split_4(tl.load(at + i, mask=inside[:, :, None], other=0))
+    return words
+
+
+@triton.jit
+def load_elements(pointer, inside):
+    """As ``load_words``, from anywhere."""
+    dtype: tl.constexpr = pointer.dtype.element_ty
+    at = pointer[:, :, None] + tl.arange(0, 16)[None, None, :]
+    x = split_16(tl.load(at, mask=inside[:, :, None], other=0.0))
+    return words_of(x)
+
+
+@triton.jit
+def words_of(x):
+    """16 elements of 16 or 32 bits as the words of a block."""
+    words = ()
+    if x[0].dtype.primitive_bitwidth == 32:
+        for i in tl.static_range(16):
+            words = words + (x[i].to(tl.int32, bitcast=True),)
+    else:
+        for i in tl.static_range(8):
+            low = x[2 * i].to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            high = x[2 * i + 1].to(tl.int16, bitcast=True).to(tl.int32) << 16
+            words = words + (low | high,)
+    return words
 
 
 @triton.jit
@@ -89,29 +116,29 @@ def narrow(low, high, DTYPE: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def join_pairs(x, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """16 elements, float32 values of DTYPE, as words."""
-    result = ()
+def round_block(x, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """16 float32 elements rounded to a 16-bit DTYPE, as a block."""
+    words = ()
     for i in tl.static_range(8):
-        result = result + (narrow(x[2 * i], x[2 * i + 1], DTYPE, PTX),)
-    return result
+        words = words + (narrow(x[2 * i], x[2 * i + 1], DTYPE, PTX),)
+    return words
 
 
 @triton.jit
 def elements(block, DTYPE: tl.constexpr):
     """A block's 16 elements as float32."""
-    if DTYPE == tl.float32:
-        result = block
-    else:
-        result = ()
-        for i in tl.static_range(8):
+    result = ()
+    for i in tl.static_range(len(block)):
+        if DTYPE == tl.float32:
+            result = result + (as_float(block[i]),)
+        else:
             result = result + widen(block[i], DTYPE)
     return result
 
 
 @triton.jit
 def block_amax(x):
-    """Largest magnitude of each block of 16 float32 elements, [R, B]; NaN if it holds one."""
+    """Largest magnitude of each block of 16 float32 elements, [B, R]; NaN if it holds one."""
     amax = tl.abs(x[0])
     for i in tl.static_range(1, 16):
         amax = tl.maximum(amax, tl.abs(x[i]), propagate_nan=tl.PropagateNan.ALL)
@@ -131,15 +158,15 @@ def code_word(x, encode, FIRST: tl.constexpr):
 
 @triton.jit
 def store_block(pointer, block, inside):
-    """A block to pointers [R, B] to its first element, which is at a multiple of 4 bytes."""
-    pointer = pointer.to(tl.pointer_type(block[0].dtype))
+    """A block to pointers [B, R] to its first element, at multiples of 4 bytes."""
+    pointer = pointer.to(tl.pointer_type(tl.int32))
     for i in tl.static_range(len(block)):
         tl.store(pointer + i, block[i], mask=inside)
 
 
 @triton.jit
 def pair_of(block, i: tl.constexpr):
-    """Elements i and i + 8 of a block of words, in one word."""
+    """Elements i and i + 8, of 16 bits, in one word."""
     first, second = block[i // 2], block[4 + i // 2]
     if i % 2 == 0:
         pair = (first & 0xFFFF) | (second << 16)
@@ -150,7 +177,7 @@ def pair_of(block, i: tl.constexpr):
 
 @triton.jit
 def store_codes(pointer, first, second, inside, WIDE: tl.constexpr):
-    """The two words of each block to uint8 pointers [R, B]. WIDE: all divisible by 8."""
+    """The two words of each block to uint8 pointers [B, R]. WIDE: all divisible by 8."""
     if WIDE:
         low = first.to(tl.uint32, bitcast=True).to(tl.uint64)
         high = second.to(tl.uint32, bitcast=True).to(tl.uint64)

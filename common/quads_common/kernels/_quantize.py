@@ -10,15 +10,15 @@ from quads_common.kernels._blocks import (
     block_amax,
     code_word,
     elements,
-    join_pairs,
+    load_elements,
     load_words,
-    narrow,
     pair_of,
     quantized_pair,
+    round_block,
     split_16,
     store_block,
     store_codes,
-    widen,
+    words_of,
 )
 from quads_common.kernels._coding import (
     INFINITY,
@@ -26,8 +26,6 @@ from quads_common.kernels._coding import (
     block_scales,
     decode_e4m3,
     magnitude_bits,
-    pack_codes,
-    quantize_blocks,
     round_bits_to_bf16,
     row_global_scale_inv,
     weight_global_scale_inv,
@@ -38,37 +36,48 @@ E4M3_NAN = tl.constexpr(0x7F)
 
 
 @triton.jit
-def load_weight(x_ptr, stride_row, rows, width, row_tile, column_tile,
-                ROWS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """A tile rounded to bfloat16, as float32 [ROWS, BLOCKS, 16], and the mask [ROWS, BLOCKS]."""
-    row = row_tile * ROWS + tl.arange(0, ROWS)
-    block = column_tile * BLOCKS + tl.arange(0, BLOCKS)
-    inside = (row < rows)[:, None] & (block * 16 < width)[None, :]
-    column = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-    offset = row.to(tl.int64)[:, None, None] * stride_row + column[None, :, :]
-    x = tl.load(x_ptr + offset, mask=inside[:, :, None], other=0.0).to(tl.float32)
+def load_weight(x_ptr, stride_row, row, block, inside, WIDE: tl.constexpr, PTX: tl.constexpr):
+    """A tile of ``_blocks`` rounded to bfloat16, as 16 float32 tensors [B, R]."""
+    pointer = x_ptr + (row.to(tl.int64)[None, :] * stride_row + block[:, None] * 16)
+    words = load_words(pointer, inside) if WIDE else load_elements(pointer, inside)
     if x_ptr.dtype.element_ty != tl.bfloat16:
-        x = x.to(tl.bfloat16).to(tl.float32)
-    return x, row, block, inside
+        x = elements(words, x_ptr.dtype.element_ty)
+        words = round_block(x, tl.bfloat16, PTX)
+    return elements(words, tl.bfloat16)
+
+
+@triton.jit
+def weight_tile(tile, column_tiles, chunk, rows, width, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+                CHUNKS: tl.constexpr):  # fmt: skip
+    """Rows [ROWS] and blocks [BLOCKS] of one of a program's tiles, and which are there [B, R]."""
+    row = ((tile // column_tiles) * CHUNKS + chunk) * ROWS + tl.arange(0, ROWS)
+    block = (tile % column_tiles) * BLOCKS + tl.arange(0, BLOCKS)
+    return row, block, (row < rows)[None, :] & (block * 16 < width)[:, None]
 
 
 @triton.jit
 def weight_amax_kernel(
     x_ptr, amax_ptr, stride_matrix, stride_row, rows, width, column_tiles,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr,
+    WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """amax[matrix] = max(amax[matrix], largest |x| rounded to bfloat16). Grid: (tiles, matrices).
 
     x: [matrices, rows, width]. amax: float32 as int32 bits, so that the maximum of any order is the
-    same and NaN wins.
+    same and NaN wins. WIDE: x and its strides are multiples of 16 bytes.
     """
     tile = tl.program_id(0)
     matrix = tl.program_id(1)
-    x, _, _, _ = load_weight(
-        x_ptr + matrix.to(tl.int64) * stride_matrix, stride_row, rows, width,
-        tile // column_tiles, tile % column_tiles, ROWS, BLOCKS,
-    )  # fmt: skip
-    tl.atomic_max(amax_ptr + matrix, tl.max(tl.ravel(magnitude_bits(x)), 0), sem="relaxed")
+    x_ptr += matrix.to(tl.int64) * stride_matrix
+    largest = tl.zeros((BLOCKS, ROWS), tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        row, block, inside = weight_tile(
+            tile, column_tiles, chunk, rows, width, ROWS, BLOCKS, CHUNKS
+        )
+        amax = block_amax(load_weight(x_ptr, stride_row, row, block, inside, WIDE, PTX))
+        largest = tl.maximum(largest, amax, propagate_nan=tl.PropagateNan.ALL)
+    bits = tl.max(tl.ravel(magnitude_bits(largest)), 0)
+    tl.atomic_max(amax_ptr + matrix, bits, sem="relaxed")
 
 
 @triton.jit
@@ -76,12 +85,13 @@ def quantize_weight_kernel(
     x_ptr, amax_ptr, packed_ptr, scale_ptr, global_ptr, flag_ptr,
     stride_matrix, stride_row, packed_matrix, packed_row, scale_matrix, scale_row,
     rows, width, column_tiles,
-    TE_RULE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    TE_RULE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr,
+    WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Quantize [matrices, rows, width] with the given amax [matrices]. Grid: (tiles, matrices).
 
     A matrix whose amax is negative, NaN or above WEIGHT_AMAX_MAX is left as it was, and its flag
-    (int32) is set to 1.
+    (int32) is set to 1. WIDE: x and its strides are multiples of 16 bytes, packed of 8.
     """
     tile = tl.program_id(0)
     matrix = tl.program_id(1).to(tl.int64)
@@ -95,19 +105,26 @@ def quantize_weight_kernel(
         global_scale = tl.math.div_rn(1.0, inverse)
         if tile == 0:
             tl.store(global_ptr + matrix, global_scale)
-        x, row, block, inside = load_weight(
-            x_ptr + matrix * stride_matrix, stride_row, rows, width,
-            tile // column_tiles, tile % column_tiles, ROWS, BLOCKS,
-        )  # fmt: skip
-        if tl.max(tl.ravel(magnitude_bits(x)), 0) > WEIGHT_AMAX_MAX:
-            tl.store(flag_ptr + matrix, 1)
-        _, code, scale = quantize_blocks(x, inverse, global_scale)
-        row = row.to(tl.int64)
-        byte = (block[:, None] * 8 + tl.arange(0, 8)[None, :])[None, :, :]
-        target = packed_ptr + matrix * packed_matrix + row[:, None, None] * packed_row + byte
-        tl.store(target, pack_codes(code, ROWS, BLOCKS), mask=inside[:, :, None])
-        target = scale_ptr + matrix * scale_matrix + row[:, None] * scale_row + block[None, :]
-        tl.store(target, scale.to(tl.uint8), mask=inside)
+        x_ptr += matrix * stride_matrix
+        packed_ptr += matrix * packed_matrix
+        scale_ptr += matrix * scale_matrix
+        for chunk in tl.static_range(CHUNKS):
+            row, block, inside = weight_tile(
+                tile, column_tiles, chunk, rows, width, ROWS, BLOCKS, CHUNKS
+            )
+            x = load_weight(x_ptr, stride_row, row, block, inside, WIDE, PTX)
+            blocks_amax = block_amax(x)
+            flag = tl.full((BLOCKS, ROWS), 1, tl.int32)
+            at = flag_ptr + (matrix + tl.zeros((BLOCKS, ROWS), tl.int32))
+            tl.store(at, flag, mask=magnitude_bits(blocks_amax) > WEIGHT_AMAX_MAX)
+            scale, encode, live = block_scales(blocks_amax, inverse, global_scale)
+            first = tl.where(live, code_word(x, encode, 0), 0)
+            second = tl.where(live, code_word(x, encode, 8), 0)
+            row = row.to(tl.int64)[None, :]
+            target = packed_ptr + (row * packed_row + block[:, None] * 8)
+            store_codes(target, first, second, inside, WIDE)
+            target = scale_ptr + (row * scale_row + block[:, None])
+            tl.store(target, scale.to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -160,40 +177,35 @@ def load_block(
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr,
     WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """``load_rows`` as a block of ``_blocks``: words of x's dtype, or float32. inside: [R, B]."""
+    """``load_rows`` as a tile of ``_blocks``. inside: [B, R]."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    if WIDE and (ACTIVATION == "none" or ACTIVATION == "silu"):
-        base = x_ptr + (row[:, None] * stride_row + block[None, :] * 16)
-        words = load_words(base.to(tl.pointer_type(tl.int32)), inside)
-        result = words
-        if ACTIVATION == "silu":
-            ups = load_words((base + WIDTH).to(tl.pointer_type(tl.int32)), inside)
+    if WIDE and ACTIVATION == "none":
+        result = load_words(x_ptr + (row[None, :] * stride_row + block[:, None] * 16), inside)
+        if HAS_FACTOR:
+            factor = tl.load(factor_ptr + row).to(tl.float32)[None, :]
+            x = elements(result, dtype)
             result = ()
-            for i in tl.static_range(8):
-                gate, next_gate = widen(words[i], dtype)
-                up, next_up = widen(ups[i], dtype)
-                low = activate_gated(
-                    gate, up, limit, alpha, beta, ACTIVATION, HAS_LIMIT, PTX
-                )
-                high = activate_gated(
-                    next_gate, next_up, limit, alpha, beta, ACTIVATION, HAS_LIMIT, PTX
-                )
-                result = result + (narrow(low, high, dtype, PTX),)
-        elif HAS_FACTOR:
-            factor = tl.load(factor_ptr + row).to(tl.float32)[:, None]
-            result = ()
-            for i in tl.static_range(8):
-                low, high = widen(words[i], dtype)
-                result = result + (narrow(low * factor, high * factor, dtype, PTX),)
+            for i in tl.static_range(16):
+                result = result + (x[i] * factor,)
+            result = words_of(result) if dtype == tl.float32 else round_block(result, dtype, PTX)
+    elif WIDE and ACTIVATION == "silu" and dtype != tl.float32:
+        gate_ptr = x_ptr + (row[None, :] * stride_row + block[:, None] * 16)
+        gates, ups = load_words(gate_ptr, inside), load_words(gate_ptr + WIDTH, inside)
+        gates, ups = elements(gates, dtype), elements(ups, dtype)
+        result = ()
+        for i in tl.static_range(16):
+            x = activate_gated(
+                gates[i], ups[i], limit, alpha, beta, ACTIVATION, HAS_LIMIT, PTX
+            )
+            result = result + (x,)
+        result = round_block(result, dtype, PTX)
     else:
         column = block[:, None] * 16 + tl.arange(0, 16)[None, :]
         x = load_rows(
-            x_ptr, factor_ptr, stride_row, row, column[None, :, :], inside[:, :, None], WIDTH,
-            limit, alpha, beta, ACTIVATION, HAS_LIMIT, HAS_FACTOR,
+            x_ptr, factor_ptr, stride_row, row, column[None, :, :], tl.trans(inside)[:, :, None],
+            WIDTH, limit, alpha, beta, ACTIVATION, HAS_LIMIT, HAS_FACTOR,
         )  # fmt: skip
-        result = split_16(x)
-        if dtype != tl.float32:
-            result = join_pairs(result, dtype, PTX)
+        result = words_of(split_16(tl.permute(x, (1, 0, 2)).to(dtype)))
     return result
 
 
@@ -230,13 +242,13 @@ def quantize_rows_kernel(
     amaxes = ()
     for chunk in tl.static_range(CHUNKS):
         block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-        inside = row_inside[:, None] & (block * 16 < WIDTH)[None, :]
+        inside = row_inside[None, :] & (block * 16 < WIDTH)[:, None]
         x = load_block(
             x_ptr, factor_ptr, stride_row, row, block, inside, limit, alpha, beta, WIDTH,
             ACTIVATION, HAS_LIMIT, HAS_FACTOR, WIDE, PTX,
         )  # fmt: skip
         if PRODUCT:
-            store_block(product_ptr + (row[:, None] * WIDTH + block[None, :] * 16), x, inside)
+            store_block(product_ptr + (row[None, :] * WIDTH + block[:, None] * 16), x, inside)
         blocks = blocks + (x,)
         if QUANTIZE:
             amaxes = amaxes + (block_amax(elements(x, dtype)),)
@@ -244,34 +256,34 @@ def quantize_rows_kernel(
         largest = amaxes[0]
         for chunk in tl.static_range(1, CHUNKS):
             largest = tl.maximum(largest, amaxes[chunk], propagate_nan=tl.PropagateNan.ALL)
-        amax = tl.max(magnitude_bits(largest), 1)
+        amax = tl.max(magnitude_bits(largest), 0)
         bad = amax >= INFINITY
         inverse = row_global_scale_inv(tl.where(bad, 0, amax))
         global_scale = tl.math.div_rn(1.0, inverse)
         tl.store(global_ptr + row, tl.where(bad, float("nan"), global_scale), mask=row_inside)
-        inverse, global_scale, bad = inverse[:, None], global_scale[:, None], bad[:, None]
+        inverse, global_scale, bad = inverse[None, :], global_scale[None, :], bad[None, :]
     for chunk in tl.static_range(CHUNKS):
         block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-        inside = row_inside[:, None] & (block * 16 < WIDTH)[None, :]
+        inside = row_inside[None, :] & (block * 16 < WIDTH)[:, None]
         x = elements(blocks[chunk], dtype)
         if QUANTIZE:
             scale, encode, live = block_scales(amaxes[chunk], inverse, global_scale)
         if PACKED:
             live = live & (bad == 0)
-            target = packed_ptr + (row[:, None] * (WIDTH // 2) + block[None, :] * 8)
+            target = packed_ptr + (row[None, :] * (WIDTH // 2) + block[:, None] * 8)
             first = tl.where(live, code_word(x, encode, 0), 0)
             second = tl.where(live, code_word(x, encode, 8), 0)
             store_codes(target, first, second, inside, True)
-            target = scale_ptr + (row[:, None] * (WIDTH // 16) + block[None, :])
+            target = scale_ptr + (row[None, :] * (WIDTH // 16) + block[:, None])
             tl.store(target, tl.where(bad, E4M3_NAN, scale).to(tl.uint8), mask=inside)
         if OPERAND:
-            inside = row_inside[:, None] & (block * 2 < PLANE)[None, :]
-            target = operand_ptr + (row[:, None] * (PLANE * 8) + block[None, :] * 2)
+            inside = row_inside[None, :] & (block * 2 < PLANE)[:, None]
+            target = operand_ptr + (row[None, :] * (PLANE * 8) + block[:, None] * 2)
             target = target.to(tl.pointer_type(tl.int32))
             if QUANTIZE:
                 # 6 * 2^-126, that of code 7, becomes the bits of float16's NaN.
                 factor = tl.where(bad, 268435456.0, decode_e4m3(scale) * 16384.0)
-                factor = tl.where((block * 16 < WIDTH)[None, :], factor, 0.0)
+                factor = tl.where((block * 16 < WIDTH)[:, None], factor, 0.0)
                 encode = tl.where(bad, float("nan"), encode)
             for i in tl.static_range(8):
                 if QUANTIZE:
