@@ -7,22 +7,21 @@ import triton.language as tl
 
 from quads_common.kernels._activation import activate_gated, activate_plain
 from quads_common.kernels._blocks import (
-    block_amax,
+    HIGH,
+    block_amax_bits,
     code_word,
     elements,
-    load_elements,
-    load_words,
-    pair_of,
-    quantized_pair,
-    round_block,
-    split_16,
+    hold,
+    load_block,
+    quantized_pairs,
     store_block,
     store_codes,
-    words_of,
+    store_pairs,
 )
 from quads_common.kernels._coding import (
     INFINITY,
     WEIGHT_AMAX_MAX,
+    as_float,
     block_scales,
     decode_e4m3,
     magnitude_bits,
@@ -37,13 +36,12 @@ E4M3_NAN = tl.constexpr(0x7F)
 
 @triton.jit
 def load_weight(x_ptr, stride_row, row, block, inside, WIDE: tl.constexpr, PTX: tl.constexpr):
-    """A tile of ``_blocks`` rounded to bfloat16, as 16 float32 tensors [B, R]."""
+    """A tile of ``_blocks`` rounded to bfloat16, as its elements."""
     pointer = x_ptr + (row.to(tl.int64)[None, :] * stride_row + block[:, None] * 16)
-    words = load_words(pointer, inside) if WIDE else load_elements(pointer, inside)
+    x = elements(load_block(pointer, inside, WIDE), x_ptr.dtype.element_ty)
     if x_ptr.dtype.element_ty != tl.bfloat16:
-        x = elements(words, x_ptr.dtype.element_ty)
-        words = round_block(x, tl.bfloat16, PTX)
-    return elements(words, tl.bfloat16)
+        x = elements(hold(x, tl.bfloat16, PTX), tl.bfloat16)
+    return x
 
 
 @triton.jit
@@ -69,15 +67,14 @@ def weight_amax_kernel(
     tile = tl.program_id(0)
     matrix = tl.program_id(1)
     x_ptr += matrix.to(tl.int64) * stride_matrix
-    largest = tl.zeros((BLOCKS, ROWS), tl.float32)
+    largest = tl.zeros((BLOCKS, ROWS), tl.int32)
     for chunk in tl.static_range(CHUNKS):
         row, block, inside = weight_tile(
             tile, column_tiles, chunk, rows, width, ROWS, BLOCKS, CHUNKS
         )
-        amax = block_amax(load_weight(x_ptr, stride_row, row, block, inside, WIDE, PTX))
-        largest = tl.maximum(largest, amax, propagate_nan=tl.PropagateNan.ALL)
-    bits = tl.max(tl.ravel(magnitude_bits(largest)), 0)
-    tl.atomic_max(amax_ptr + matrix, bits, sem="relaxed")
+        x = load_weight(x_ptr, stride_row, row, block, inside, WIDE, PTX)
+        largest = tl.maximum(largest, block_amax_bits(x))
+    tl.atomic_max(amax_ptr + matrix, tl.max(tl.ravel(largest), 0), sem="relaxed")
 
 
 @triton.jit
@@ -113,13 +110,13 @@ def quantize_weight_kernel(
                 tile, column_tiles, chunk, rows, width, ROWS, BLOCKS, CHUNKS
             )
             x = load_weight(x_ptr, stride_row, row, block, inside, WIDE, PTX)
-            blocks_amax = block_amax(x)
+            bits = block_amax_bits(x)
             flag = tl.full((BLOCKS, ROWS), 1, tl.int32)
             at = flag_ptr + (matrix + tl.zeros((BLOCKS, ROWS), tl.int32))
-            tl.store(at, flag, mask=magnitude_bits(blocks_amax) > WEIGHT_AMAX_MAX)
-            scale, encode, live = block_scales(blocks_amax, inverse, global_scale)
-            first = tl.where(live, code_word(x, encode, 0), 0)
-            second = tl.where(live, code_word(x, encode, 8), 0)
+            tl.store(at, flag, mask=bits > WEIGHT_AMAX_MAX)
+            scale, encode, live = block_scales(as_float(bits), inverse, global_scale)
+            first = tl.where(live, code_word(x[0], x[1], encode), 0)
+            second = tl.where(live, code_word(x[2], x[3], encode), 0)
             row = row.to(tl.int64)[None, :]
             target = packed_ptr + (row * packed_row + block[:, None] * 8)
             store_codes(target, first, second, inside, WIDE)
@@ -172,40 +169,37 @@ def store_operand(operand_ptr, value, row, row_inside, PLANE: tl.constexpr,
 
 
 @triton.jit
-def load_block(
+def load_activations(
     x_ptr, factor_ptr, stride_row, row, block, inside, limit, alpha, beta, WIDTH: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr,
     WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """``load_rows`` as a tile of ``_blocks``. inside: [B, R]."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    if WIDE and ACTIVATION == "none":
-        result = load_words(x_ptr + (row[None, :] * stride_row + block[:, None] * 16), inside)
-        if HAS_FACTOR:
-            factor = tl.load(factor_ptr + row).to(tl.float32)[None, :]
-            x = elements(result, dtype)
-            result = ()
-            for i in tl.static_range(16):
-                result = result + (x[i] * factor,)
-            result = words_of(result) if dtype == tl.float32 else round_block(result, dtype, PTX)
-    elif WIDE and ACTIVATION == "silu" and dtype != tl.float32:
-        gate_ptr = x_ptr + (row[None, :] * stride_row + block[:, None] * 16)
-        gates, ups = load_words(gate_ptr, inside), load_words(gate_ptr + WIDTH, inside)
-        gates, ups = elements(gates, dtype), elements(ups, dtype)
-        result = ()
-        for i in tl.static_range(16):
-            x = activate_gated(
-                gates[i], ups[i], limit, alpha, beta, ACTIVATION, HAS_LIMIT, PTX
+    pointer = x_ptr + (row[None, :] * stride_row + block[:, None] * 16)
+    if WIDE and ACTIVATION == "none" and not HAS_FACTOR:
+        result = load_block(pointer, inside, True)
+    elif WIDE and ACTIVATION == "silu":
+        gate = elements(load_block(pointer, inside, True), dtype)
+        up = elements(load_block(pointer + WIDTH, inside, True), dtype)
+        x = ()
+        for i in tl.static_range(4):
+            product = activate_gated(
+                gate[i], up[i], limit, alpha, beta, ACTIVATION, HAS_LIMIT, PTX
             )
-            result = result + (x,)
-        result = round_block(result, dtype, PTX)
+            x = x + (product,)
+        result = hold(x, dtype, PTX)
     else:
-        column = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        x = load_rows(
-            x_ptr, factor_ptr, stride_row, row, column[None, :, :], tl.trans(inside)[:, :, None],
-            WIDTH, limit, alpha, beta, ACTIVATION, HAS_LIMIT, HAS_FACTOR,
-        )  # fmt: skip
-        result = words_of(split_16(tl.permute(x, (1, 0, 2)).to(dtype)))
+        x = ()
+        for i in tl.static_range(4):
+            column = block[:, None] * 16 + (tl.arange(0, 4) * 2 + (i // 2 * 8 + i % 2))[None, :]
+            part = load_rows(
+                x_ptr, factor_ptr, stride_row, row, column[None, :, :],
+                tl.trans(inside)[:, :, None], WIDTH, limit, alpha, beta, ACTIVATION, HAS_LIMIT,
+                HAS_FACTOR,
+            )  # fmt: skip
+            x = x + (tl.permute(part, (1, 0, 2)),)
+        result = hold(x, dtype, False)
     return result
 
 
@@ -243,20 +237,21 @@ def quantize_rows_kernel(
     for chunk in tl.static_range(CHUNKS):
         block = chunk * BLOCKS + tl.arange(0, BLOCKS)
         inside = row_inside[None, :] & (block * 16 < WIDTH)[:, None]
-        x = load_block(
+        x = load_activations(
             x_ptr, factor_ptr, stride_row, row, block, inside, limit, alpha, beta, WIDTH,
             ACTIVATION, HAS_LIMIT, HAS_FACTOR, WIDE, PTX,
         )  # fmt: skip
         if PRODUCT:
-            store_block(product_ptr + (row[None, :] * WIDTH + block[:, None] * 16), x, inside)
+            target = product_ptr + (row[None, :] * WIDTH + block[:, None] * 16)
+            store_block(target, elements(x, dtype), inside)
         blocks = blocks + (x,)
         if QUANTIZE:
-            amaxes = amaxes + (block_amax(elements(x, dtype)),)
+            amaxes = amaxes + (block_amax_bits(elements(x, dtype)),)
     if QUANTIZE:
-        largest = amaxes[0]
+        amax = amaxes[0]
         for chunk in tl.static_range(1, CHUNKS):
-            largest = tl.maximum(largest, amaxes[chunk], propagate_nan=tl.PropagateNan.ALL)
-        amax = tl.max(magnitude_bits(largest), 0)
+            amax = tl.maximum(amax, amaxes[chunk])
+        amax = tl.max(amax, 0)
         bad = amax >= INFINITY
         inverse = row_global_scale_inv(tl.where(bad, 0, amax))
         global_scale = tl.math.div_rn(1.0, inverse)
@@ -264,30 +259,31 @@ def quantize_rows_kernel(
         inverse, global_scale, bad = inverse[None, :], global_scale[None, :], bad[None, :]
     for chunk in tl.static_range(CHUNKS):
         block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-        inside = row_inside[None, :] & (block * 16 < WIDTH)[:, None]
-        x = elements(blocks[chunk], dtype)
+        block_inside = (block * 16 < WIDTH)[:, None]
         if QUANTIZE:
-            scale, encode, live = block_scales(amaxes[chunk], inverse, global_scale)
+            x = elements(blocks[chunk], dtype)
+            scale, encode, live = block_scales(as_float(amaxes[chunk]), inverse, global_scale)
         if PACKED:
             live = live & (bad == 0)
+            first = tl.where(live, code_word(x[0], x[1], encode), 0)
+            second = tl.where(live, code_word(x[2], x[3], encode), 0)
+            inside = row_inside[None, :] & block_inside
             target = packed_ptr + (row[None, :] * (WIDTH // 2) + block[:, None] * 8)
-            first = tl.where(live, code_word(x, encode, 0), 0)
-            second = tl.where(live, code_word(x, encode, 8), 0)
             store_codes(target, first, second, inside, True)
             target = scale_ptr + (row[None, :] * (WIDTH // 16) + block[:, None])
             tl.store(target, tl.where(bad, E4M3_NAN, scale).to(tl.uint8), mask=inside)
         if OPERAND:
-            inside = row_inside[None, :] & (block * 2 < PLANE)[:, None]
-            target = operand_ptr + (row[None, :] * (PLANE * 8) + block[:, None] * 2)
-            target = target.to(tl.pointer_type(tl.int32))
             if QUANTIZE:
                 # 6 * 2^-126, that of code 7, becomes the bits of float16's NaN.
                 factor = tl.where(bad, 268435456.0, decode_e4m3(scale) * 16384.0)
-                factor = tl.where((block * 16 < WIDTH)[:, None], factor, 0.0)
+                factor = tl.where(block_inside, factor, 0.0)
                 encode = tl.where(bad, float("nan"), encode)
-            for i in tl.static_range(8):
-                if QUANTIZE:
-                    pair = quantized_pair(x[i], x[i + 8], encode, factor)
-                else:
-                    pair = pair_of(blocks[chunk], i)
-                tl.store(target + i * (PLANE // 2), pair, mask=inside)
+                even = quantized_pairs(x[0], x[2], encode, factor)
+                odd = quantized_pairs(x[1], x[3], encode, factor)
+            else:
+                first, second = blocks[chunk]
+                even = (first & 0xFFFF) | (second << 16)
+                odd = ((first >> 16) & 0xFFFF) | (second & HIGH)
+            inside = row_inside[None, :] & (block * 2 < PLANE)[:, None]
+            target = operand_ptr + (row[None, :] * (PLANE * 8) + block[:, None] * 2)
+            store_pairs(target, even, odd, inside, PLANE)

@@ -168,11 +168,8 @@ def _launch_rows(
 
 
 @dataclass(frozen=True)
-class RowTile:
-    """What a program of ``quantize_rows`` takes: rows, each ``chunks`` times ``blocks`` blocks.
-
-    Threads are as many as rows * blocks, and each holds ``chunks`` blocks.
-    """
+class Tile:
+    """What a program takes: rows * blocks threads, each of which holds ``chunks`` blocks."""
 
     rows: int
     blocks: int
@@ -183,8 +180,11 @@ class RowTile:
         return max(1, self.rows * self.blocks // 32)
 
 
-def row_tile(rows: int, width: int) -> RowTile:
-    """Few rows: a block for each thread. Many: several, which share the work of a row."""
+def row_tile(rows: int, width: int) -> Tile:
+    """The tile of ``quantize_rows``, with ``chunks`` of ``blocks`` in a row.
+
+    Few rows: a block for each thread. Many: several, which share the work of a row.
+    """
     blocks = max(16, triton.cdiv(width, BLOCK_SIZE))
     if rows <= FEW_TILES:
         wide = min(MAX_THREADS, triton.next_power_of_2(blocks))
@@ -193,7 +193,7 @@ def row_tile(rows: int, width: int) -> RowTile:
         sizes = [s for s in (16, 32, 64, 128, 256, 512) if 4 * s >= blocks or s == MAX_THREADS]
         wide = best_split(blocks, sizes)
         tile_rows = max(1, ROW_THREADS // wide)
-    return RowTile(tile_rows, wide, triton.cdiv(blocks, wide))
+    return Tile(tile_rows, wide, triton.cdiv(blocks, wide))
 
 
 def best_split(blocks: int, sizes: list[int]) -> int:
