@@ -22,7 +22,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     interpreter.apply()
 
-from tests.kernels import compare_gemm, compare_quantize, compare_units, compare_variants
+from tests.kernels import (
+    compare_activation,
+    compare_gemm,
+    compare_quantize,
+    compare_units,
+    compare_variants,
+)
 
 # H, I, experts, top_k
 SHAPES = {
@@ -57,6 +63,7 @@ GROUPS = {
     "storage": compare_quantize.weight_storage,
     "tokens": compare_quantize.tokens,
     "activations": compare_quantize.activations,
+    "fast silu": compare_activation.fast_silu,
     "units": compare_units.units,
     "tiled units": compare_units.tiled_units,
     "routing": compare_gemm.routing,

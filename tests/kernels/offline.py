@@ -65,3 +65,14 @@ def cuobjdump(cubin: bytes, option: str) -> str:
         file.flush()
         command = [str(TOOLS / "cuobjdump"), option, file.name]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def contracted(compiled: Compiled) -> list[str]:
+    """Multiply-adds that may round otherwise than a product and a sum would.
+
+    Not those that the source asks for: half of something plus a constant, whose product is exact,
+    and those of inline assembly.
+    """
+    ptx = re.sub(r"// begin inline asm.*?// end inline asm", "", compiled.ptx, flags=re.DOTALL)
+    halves = r"fma\.rn\.f32 \t%\w+, %\w+, 0f3F000000, 0f4B000000;"
+    return re.findall(r"fma\.rn\.f32.*", re.sub(halves, "", ptx))

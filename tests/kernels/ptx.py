@@ -1,6 +1,7 @@
 """Executes the PTX of the kernels' inline assembly on numpy arrays: the text itself is tested."""
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -30,13 +31,49 @@ def execute(text: str, inputs: list[np.ndarray], outputs: int) -> list[np.ndarra
             registers[target] = low | (high << np.uint32(16))
         else:
             values = [
-                registers[source]
-                if source in registers
-                else np.full(shape, int(source, 0) & 0xFFFFFFFF, np.uint32)
+                registers[source] if source in registers else np.full(shape, _number(source))
                 for source in sources
             ]
             registers[target] = INSTRUCTIONS[name](*values)
     return [registers[f"${i}"] for i in range(outputs)]
+
+
+def _number(text: str) -> np.uint32:
+    """An integer, or the bits of a float as PTX writes them."""
+    value = int(text[2:], 16) if text.startswith("0f") else int(text, 0)
+    return np.uint32(value & 0xFFFFFFFF)
+
+
+def _float32(function: Callable) -> Callable:
+    """Bits to bits of a function of float32 values, computed in float64 and rounded."""
+
+    def run(*arguments: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            values = [a.view(np.float32).astype(np.float64) for a in arguments]
+            return function(*values).astype(np.float32).view(np.uint32)
+
+    return run
+
+
+def _multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c of float32 values, rounded to odd in float64: a second rounding then does no harm.
+
+    The product is exact. So is the sum's error, as long as nothing is infinite.
+    """
+    product = a * b
+    total = product + c
+    added = total - product
+    error = (product - (total - added)) + (c - added)
+    bits = total.view(np.int64)
+    inexact = np.isfinite(error) & (error != 0) & (bits % 2 == 0)
+    return (bits + np.where(inexact, np.where((error > 0) == (total > 0), 1, -1), 0)).view(
+        np.float64
+    )
+
+
+def flushed(x: np.ndarray) -> np.ndarray:
+    """float32 values without their subnormals, as instructions with .ftz take and give them."""
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(0, x), x)
 
 
 def _prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
@@ -84,4 +121,8 @@ INSTRUCTIONS = {
     "lop3.b32": _lop3,
     "mul.f16x2": lambda a, b: _pairs(_floats(a, torch.float16) * _floats(b, torch.float16)),
     "fma.rn.bf16x2": lambda a, b, c: _fma(torch.bfloat16, a, b, c),
+    "neg.f32": lambda a: a ^ np.uint32(0x80000000),
+    "min.f32": _float32(np.fmin),
+    "mul.f32": _float32(np.multiply),
+    "fma.rn.f32": _float32(_multiply_add),
 }

@@ -14,7 +14,7 @@ from quads_common.kernels.compensated_gemm import exact_config
 from quads_common.kernels.gemm import linear_config
 from quads_common.kernels.moe import moe_config
 from quads_common.kernels.statistics import CHUNK, ROW_BLOCKS, TILE_BLOCKS, WARPS
-from tests.kernels.offline import compile_kernel
+from tests.kernels.offline import compile_kernel, contracted
 
 CAPABILITIES = [80, 89, 90]
 STACK = {80: 16, 89: 16, 90: 0}
@@ -84,10 +84,6 @@ def gemm(capability, config, k, stored, channels, tiled="no"):
         _compensated_gemm.compensated_gemm_kernel, arguments, capability, num_warps=config.warps,
         num_stages=config.stages,
     )  # fmt: skip
-
-
-def contracted(compiled):
-    return re.findall(r"fma\.rn\.f32.*", compiled.ptx)
 
 
 ROW_FORMS = [

@@ -27,6 +27,8 @@ NAN = tl.constexpr(0x7FC00000)
 WEIGHT_AMAX_MAX = tl.constexpr(WEIGHT_AMAX_MAX_BITS)
 # 2688 = 1.3125 * 2^11
 TENSOR_MAX_MANTISSA = tl.constexpr(0x280000)
+# Bits of 2^23 - 2.
+CODE_BASE = tl.constexpr(0x4AFFFFFC)
 
 
 @triton.jit
@@ -61,25 +63,40 @@ def encode_e4m3(x):
 
 @triton.jit
 def decode_e4m3(byte):
-    """E4M3 bytes 0..0x7E (int32) to float32, exactly."""
-    normal = as_float((byte + ((127 - 7) << 3)) << 20)
-    return tl.where(byte < 8, byte.to(tl.float32) * 0.001953125, normal)
+    """E4M3 bytes 0..0x7E (int32) to float32, exactly: their bits are value * 2^-120 in float32."""
+    return as_float(byte << 20) * 1.329227995784916e36
 
 
 @triton.jit
 def round_e2m1(x):
-    """|x| to the nearest E2M1 magnitude and its code 0..7 (int32): ties to even, saturating at 6.
+    """|x| to ``CODE_BASE`` plus the nearest E2M1 magnitude code 0..7: ties to even, 7 above 6.
 
-    The grid's step is 0.5 below 2, 1 below 4, then 2. Adding 2^22 * 2^floor(log2(max(|x|, 1))),
-    whose ulp is that step, rounds to the grid and leaves |x| / step in the low bits of the sum.
+    The grid's step is 0.5 below 2, 1 below 4, then 2. 2^23 - 2 + |x| is below 2^23, where the ulp
+    is 0.5, until |x| is 2, then its ulp is 1: each addition rounds to a step, ties to an even code,
+    and leaves the code in the low bits of the sum. So does 2^23 + |x| / 2 with steps of 2. From 4
+    on the second sum is the smaller one, below the first is. NaN gives 7.
     """
-    a = tl.minimum(as_float(magnitude_bits(x)), 6.0)
-    power = tl.maximum(a, 1.0).to(tl.int32, bitcast=True) & INFINITY
-    magic = as_float(power) * 4194304.0
-    total = a + magic
-    bits = total.to(tl.int32, bitcast=True)
-    # The exponent field is 149 + log2(step / 0.5); a code is steps + 2 * log2(step / 0.5).
-    return total - magic, (bits >> 22) + (bits & 7) - 2 * 149
+    x = tl.abs(x)
+    fine = (x + 8388606.0).to(tl.int32, bitcast=True)
+    coarse = tl.fma(x, 0.5, 8388608.0).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.minimum(fine, coarse), CODE_BASE + 7)
+
+
+@triton.jit
+def e2m1_value(code):
+    """Codes 0..7 (int32) to float32, exactly: their bits are value * 2^-126 in float32."""
+    return as_float(code << 22) * 8.507059173023462e37
+
+
+@triton.jit
+def block_scales(amax, global_scale_inv, global_scale):
+    """Of blocks with the given amax (float32): scale bytes (int32), factors for the codes, and
+    whether a block is live. Where it is not, its factor is 0 and its codes are 0x0."""
+    scale = encode_e4m3(amax * (global_scale_inv * ONE_SIXTH))
+    decode = decode_e4m3(scale) * global_scale
+    live = decode != 0.0
+    encode = tl.minimum(tl.math.div_rn(1.0, tl.where(live, decode, 1.0)), FLT_MAX)
+    return scale, tl.where(live, encode, 0.0), live
 
 
 @triton.jit
@@ -90,13 +107,10 @@ def quantize_blocks(x, global_scale_inv, global_scale):
     Returns E2M1 values [R, B, 16] float32, codes [R, B, 16] int32 and bytes [R, B] int32.
     """
     amax = as_float(tl.max(magnitude_bits(x), 2))
-    scale = encode_e4m3(amax * (global_scale_inv * ONE_SIXTH))
-    decode = decode_e4m3(scale) * global_scale
-    live = decode != 0.0
-    encode = tl.minimum(tl.math.div_rn(1.0, tl.where(live, decode, 1.0)), FLT_MAX)
-    magnitude, code = round_e2m1(x * tl.where(live, encode, 0.0)[:, :, None])
+    scale, encode, live = block_scales(amax, global_scale_inv, global_scale)
+    code = round_e2m1(x * encode[:, :, None]) - CODE_BASE
     sign = x.to(tl.int32, bitcast=True) & -2147483648
-    value = as_float(magnitude.to(tl.int32, bitcast=True) | sign)
+    value = as_float(e2m1_value(code).to(tl.int32, bitcast=True) | sign)
     code = tl.where(live[:, :, None], code | ((sign >> 28) & 8), 0)
     return value, code, scale
 

@@ -6,13 +6,25 @@ import triton
 import triton.language as tl
 
 from quads_common.kernels._activation import activate_gated, activate_plain
+from quads_common.kernels._blocks import (
+    HIGH,
+    block_amax_bits,
+    code_word,
+    elements,
+    hold,
+    load_block,
+    quantized_pairs,
+    store_block,
+    store_codes,
+    store_pairs,
+)
 from quads_common.kernels._coding import (
     INFINITY,
     WEIGHT_AMAX_MAX,
+    as_float,
+    block_scales,
     decode_e4m3,
     magnitude_bits,
-    pack_codes,
-    quantize_blocks,
     round_bits_to_bf16,
     row_global_scale_inv,
     weight_global_scale_inv,
@@ -23,37 +35,46 @@ E4M3_NAN = tl.constexpr(0x7F)
 
 
 @triton.jit
-def load_weight(x_ptr, stride_row, rows, width, row_tile, column_tile,
-                ROWS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """A tile rounded to bfloat16, as float32 [ROWS, BLOCKS, 16], and the mask [ROWS, BLOCKS]."""
-    row = row_tile * ROWS + tl.arange(0, ROWS)
-    block = column_tile * BLOCKS + tl.arange(0, BLOCKS)
-    inside = (row < rows)[:, None] & (block * 16 < width)[None, :]
-    column = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-    offset = row.to(tl.int64)[:, None, None] * stride_row + column[None, :, :]
-    x = tl.load(x_ptr + offset, mask=inside[:, :, None], other=0.0).to(tl.float32)
+def load_weight(x_ptr, stride_row, row, block, inside, WIDE: tl.constexpr, PTX: tl.constexpr):
+    """A tile of ``_blocks`` rounded to bfloat16, as its elements."""
+    pointer = x_ptr + (row.to(tl.int64)[None, :] * stride_row + block[:, None] * 16)
+    x = elements(load_block(pointer, inside, WIDE), x_ptr.dtype.element_ty)
     if x_ptr.dtype.element_ty != tl.bfloat16:
-        x = x.to(tl.bfloat16).to(tl.float32)
-    return x, row, block, inside
+        x = elements(hold(x, tl.bfloat16, PTX), tl.bfloat16)
+    return x
+
+
+@triton.jit
+def weight_tile(tile, column_tiles, chunk, rows, width, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+                CHUNKS: tl.constexpr):  # fmt: skip
+    """Rows [ROWS] and blocks [BLOCKS] of one of a program's tiles, and which are there [B, R]."""
+    row = ((tile // column_tiles) * CHUNKS + chunk) * ROWS + tl.arange(0, ROWS)
+    block = (tile % column_tiles) * BLOCKS + tl.arange(0, BLOCKS)
+    return row, block, (row < rows)[None, :] & (block * 16 < width)[:, None]
 
 
 @triton.jit
 def weight_amax_kernel(
     x_ptr, amax_ptr, stride_matrix, stride_row, rows, width, column_tiles,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr,
+    WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """amax[matrix] = max(amax[matrix], largest |x| rounded to bfloat16). Grid: (tiles, matrices).
 
     x: [matrices, rows, width]. amax: float32 as int32 bits, so that the maximum of any order is the
-    same and NaN wins.
+    same and NaN wins. WIDE: x and its strides are multiples of 16 bytes.
     """
     tile = tl.program_id(0)
     matrix = tl.program_id(1)
-    x, _, _, _ = load_weight(
-        x_ptr + matrix.to(tl.int64) * stride_matrix, stride_row, rows, width,
-        tile // column_tiles, tile % column_tiles, ROWS, BLOCKS,
-    )  # fmt: skip
-    tl.atomic_max(amax_ptr + matrix, tl.max(tl.ravel(magnitude_bits(x)), 0), sem="relaxed")
+    x_ptr += matrix.to(tl.int64) * stride_matrix
+    largest = tl.zeros((BLOCKS, ROWS), tl.int32)
+    for chunk in tl.static_range(CHUNKS):
+        row, block, inside = weight_tile(
+            tile, column_tiles, chunk, rows, width, ROWS, BLOCKS, CHUNKS
+        )
+        x = load_weight(x_ptr, stride_row, row, block, inside, WIDE, PTX)
+        largest = tl.maximum(largest, block_amax_bits(x))
+    tl.atomic_max(amax_ptr + matrix, tl.max(tl.ravel(largest), 0), sem="relaxed")
 
 
 @triton.jit
@@ -61,12 +82,13 @@ def quantize_weight_kernel(
     x_ptr, amax_ptr, packed_ptr, scale_ptr, global_ptr, flag_ptr,
     stride_matrix, stride_row, packed_matrix, packed_row, scale_matrix, scale_row,
     rows, width, column_tiles,
-    TE_RULE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    TE_RULE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr,
+    WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Quantize [matrices, rows, width] with the given amax [matrices]. Grid: (tiles, matrices).
 
     A matrix whose amax is negative, NaN or above WEIGHT_AMAX_MAX is left as it was, and its flag
-    (int32) is set to 1.
+    (int32) is set to 1. WIDE: x and its strides are multiples of 16 bytes, packed of 8.
     """
     tile = tl.program_id(0)
     matrix = tl.program_id(1).to(tl.int64)
@@ -80,19 +102,26 @@ def quantize_weight_kernel(
         global_scale = tl.math.div_rn(1.0, inverse)
         if tile == 0:
             tl.store(global_ptr + matrix, global_scale)
-        x, row, block, inside = load_weight(
-            x_ptr + matrix * stride_matrix, stride_row, rows, width,
-            tile // column_tiles, tile % column_tiles, ROWS, BLOCKS,
-        )  # fmt: skip
-        if tl.max(tl.ravel(magnitude_bits(x)), 0) > WEIGHT_AMAX_MAX:
-            tl.store(flag_ptr + matrix, 1)
-        _, code, scale = quantize_blocks(x, inverse, global_scale)
-        row = row.to(tl.int64)
-        byte = (block[:, None] * 8 + tl.arange(0, 8)[None, :])[None, :, :]
-        target = packed_ptr + matrix * packed_matrix + row[:, None, None] * packed_row + byte
-        tl.store(target, pack_codes(code, ROWS, BLOCKS), mask=inside[:, :, None])
-        target = scale_ptr + matrix * scale_matrix + row[:, None] * scale_row + block[None, :]
-        tl.store(target, scale.to(tl.uint8), mask=inside)
+        x_ptr += matrix * stride_matrix
+        packed_ptr += matrix * packed_matrix
+        scale_ptr += matrix * scale_matrix
+        for chunk in tl.static_range(CHUNKS):
+            row, block, inside = weight_tile(
+                tile, column_tiles, chunk, rows, width, ROWS, BLOCKS, CHUNKS
+            )
+            x = load_weight(x_ptr, stride_row, row, block, inside, WIDE, PTX)
+            bits = block_amax_bits(x)
+            flag = tl.full((BLOCKS, ROWS), 1, tl.int32)
+            at = flag_ptr + (matrix + tl.zeros((BLOCKS, ROWS), tl.int32))
+            tl.store(at, flag, mask=bits > WEIGHT_AMAX_MAX)
+            scale, encode, live = block_scales(as_float(bits), inverse, global_scale)
+            first = tl.where(live, code_word(x[0], x[1], encode), 0)
+            second = tl.where(live, code_word(x[2], x[3], encode), 0)
+            row = row.to(tl.int64)[None, :]
+            target = packed_ptr + (row * packed_row + block[:, None] * 8)
+            store_codes(target, first, second, inside, WIDE)
+            target = scale_ptr + (row * scale_row + block[:, None])
+            tl.store(target, scale.to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -139,58 +168,122 @@ def store_operand(operand_ptr, value, row, row_inside, PLANE: tl.constexpr,
     tl.store(target, value.to(operand_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def load_activations(
+    x_ptr, factor_ptr, stride_row, row, block, inside, limit, alpha, beta, WIDTH: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    WIDE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """``load_rows`` as a tile of ``_blocks``. inside: [B, R]."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    pointer = x_ptr + (row[None, :] * stride_row + block[:, None] * 16)
+    if WIDE and ACTIVATION == "none" and not HAS_FACTOR:
+        result = load_block(pointer, inside, True)
+    elif WIDE and ACTIVATION == "silu":
+        gate = elements(load_block(pointer, inside, True), dtype)
+        up = elements(load_block(pointer + WIDTH, inside, True), dtype)
+        x = ()
+        for i in tl.static_range(4):
+            product = activate_gated(
+                gate[i], up[i], limit, alpha, beta, ACTIVATION, HAS_LIMIT, PTX
+            )
+            x = x + (product,)
+        result = hold(x, dtype, PTX)
+    else:
+        x = ()
+        for i in tl.static_range(4):
+            column = block[:, None] * 16 + (tl.arange(0, 4) * 2 + (i // 2 * 8 + i % 2))[None, :]
+            part = load_rows(
+                x_ptr, factor_ptr, stride_row, row, column[None, :, :],
+                tl.trans(inside)[:, :, None], WIDTH, limit, alpha, beta, ACTIVATION, HAS_LIMIT,
+                HAS_FACTOR,
+            )  # fmt: skip
+            x = x + (tl.permute(part, (1, 0, 2)),)
+        result = hold(x, dtype, False)
+    return result
+
+
 @triton.jit(do_not_specialize=["rows", "map_size", "num_experts"])
 def quantize_rows_kernel(
     x_ptr, factor_ptr, product_ptr, packed_ptr, scale_ptr, global_ptr, operand_ptr,
-    ids_ptr, map_ptr, map_size, num_experts,
-    rows, width, stride_row, limit, alpha, beta, PLANE: tl.constexpr,
+    ids_ptr, map_ptr, map_size, num_experts, rows, stride_row, limit, alpha, beta,
+    WIDTH: tl.constexpr, PLANE: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr,
     QUANTIZE: tl.constexpr, PRODUCT: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr,
     HAS_IDS: tl.constexpr, HAS_MAP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-    NEXT_MAY_START: tl.constexpr,
+    CHUNKS: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, NEXT_MAY_START: tl.constexpr,
 ):  # fmt: skip
     """Activation, quantization and reordering of rows, each part optional. Grid: (row tiles,).
 
-    x: [rows, width] (2 * width if gated), any model dtype. Outputs, all [rows, ...]: product
-    [width] in x's dtype, packed [width/2], scale [width/16] bytes, global [1] float32, operand
+    x: [rows, WIDTH] (2 * WIDTH if gated), any model dtype. Outputs, all [rows, ...]: product
+    [WIDTH] in x's dtype, packed [WIDTH/2], scale [WIDTH/16] bytes, global [1] float32, operand
     [8, PLANE] 16-bit: code * block scale, or x itself without QUANTIZE. Rows of skipped slots are
     left alone. A row with NaN or Inf gets codes 0, scales NaN and operands NaN.
+
+    A row is CHUNKS tiles of BLOCKS blocks, all in registers before its global scale is known.
+    WIDE: x, its rows and the columns of up start at multiples of 16 bytes. PTX: see ``_blocks``.
     """
     if NEXT_MAY_START:  # it waits for the results itself (sm_90)
         tl.extra.cuda.gdc_launch_dependents()
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_inside = row < rows
     if HAS_IDS:
         ids = tl.load(ids_ptr + row, mask=row_inside, other=-1)
         row_inside = local_expert(ids, map_ptr, map_size, num_experts, HAS_MAP) >= 0
     row = tl.where(row_inside, row, 0).to(tl.int64)
-    block = tl.arange(0, BLOCKS)
-    column = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-    inside = row_inside[:, None] & (block * 16 < width)[None, :]
-    x = load_rows(
-        x_ptr, factor_ptr, stride_row, row, column[None, :, :], inside[:, :, None], width, limit,
-        alpha, beta, ACTIVATION, HAS_LIMIT, HAS_FACTOR,
-    )  # fmt: skip
-    if PRODUCT:
-        target = product_ptr + row[:, None, None] * width + column[None, :, :]
-        tl.store(target, x.to(product_ptr.dtype.element_ty), mask=inside[:, :, None])
+    blocks = ()
+    amaxes = ()
+    for chunk in tl.static_range(CHUNKS):
+        block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+        inside = row_inside[None, :] & (block * 16 < WIDTH)[:, None]
+        x = load_activations(
+            x_ptr, factor_ptr, stride_row, row, block, inside, limit, alpha, beta, WIDTH,
+            ACTIVATION, HAS_LIMIT, HAS_FACTOR, WIDE, PTX,
+        )  # fmt: skip
+        if PRODUCT:
+            target = product_ptr + (row[None, :] * WIDTH + block[:, None] * 16)
+            store_block(target, elements(x, dtype), inside)
+        blocks = blocks + (x,)
+        if QUANTIZE:
+            amaxes = amaxes + (block_amax_bits(elements(x, dtype)),)
     if QUANTIZE:
-        amax = tl.max(tl.max(magnitude_bits(x), 2), 1)
+        amax = amaxes[0]
+        for chunk in tl.static_range(1, CHUNKS):
+            amax = tl.maximum(amax, amaxes[chunk])
+        amax = tl.max(amax, 0)
         bad = amax >= INFINITY
         inverse = row_global_scale_inv(tl.where(bad, 0, amax))
         global_scale = tl.math.div_rn(1.0, inverse)
         tl.store(global_ptr + row, tl.where(bad, float("nan"), global_scale), mask=row_inside)
-        x = tl.where(bad[:, None, None], 0.0, x)
-        value, code, scale = quantize_blocks(x, inverse[:, None], global_scale[:, None])
+        inverse, global_scale, bad = inverse[None, :], global_scale[None, :], bad[None, :]
+    for chunk in tl.static_range(CHUNKS):
+        block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+        block_inside = (block * 16 < WIDTH)[:, None]
+        if QUANTIZE:
+            x = elements(blocks[chunk], dtype)
+            scale, encode, live = block_scales(as_float(amaxes[chunk]), inverse, global_scale)
         if PACKED:
-            byte = block[:, None] * 8 + tl.arange(0, 8)[None, :]
-            target = packed_ptr + row[:, None, None] * (width // 2) + byte[None, :, :]
-            tl.store(target, pack_codes(code, ROWS, BLOCKS), mask=inside[:, :, None])
-            target = scale_ptr + row[:, None] * (width // 16) + block[None, :]
-            byte = tl.where(bad[:, None], E4M3_NAN, scale).to(tl.uint8)
-            tl.store(target, byte, mask=inside)
-        x = value * decode_e4m3(scale)[:, :, None]
-        x = tl.where(bad[:, None, None], float("nan"), x)
-    if OPERAND:
-        x = tl.where((block * 16 < width)[None, :, None], x, 0.0)
-        store_operand(operand_ptr, x, row, row_inside, PLANE, ROWS, BLOCKS)
+            live = live & (bad == 0)
+            first = tl.where(live, code_word(x[0], x[1], encode), 0)
+            second = tl.where(live, code_word(x[2], x[3], encode), 0)
+            inside = row_inside[None, :] & block_inside
+            target = packed_ptr + (row[None, :] * (WIDTH // 2) + block[:, None] * 8)
+            store_codes(target, first, second, inside, True)
+            target = scale_ptr + (row[None, :] * (WIDTH // 16) + block[:, None])
+            tl.store(target, tl.where(bad, E4M3_NAN, scale).to(tl.uint8), mask=inside)
+        if OPERAND:
+            if QUANTIZE:
+                # 6 * 2^-126, that of code 7, becomes the bits of float16's NaN.
+                factor = tl.where(bad, 268435456.0, decode_e4m3(scale) * 16384.0)
+                factor = tl.where(block_inside, factor, 0.0)
+                encode = tl.where(bad, float("nan"), encode)
+                even = quantized_pairs(x[0], x[2], encode, factor)
+                odd = quantized_pairs(x[1], x[3], encode, factor)
+            else:
+                first, second = blocks[chunk]
+                even = (first & 0xFFFF) | (second << 16)
+                odd = ((first >> 16) & 0xFFFF) | (second & HIGH)
+            inside = row_inside[None, :] & (block * 2 < PLANE)[:, None]
+            target = operand_ptr + (row[None, :] * (PLANE * 8) + block[:, None] * 2)
+            store_pairs(target, even, odd, inside, PLANE)

@@ -16,13 +16,13 @@ from quads_common.format import (
     check_block_aligned,
 )
 from quads_common.kernels import _quantize
-from quads_common.kernels.rows import check_dtype, quantize_rows
+from quads_common.kernels.rows import Tile, best_split, check_dtype, is_wide, quantize_rows
 
 __all__ = ["quantize_triton", "quantize_weight_into", "weight_amax_triton"]
 
-# Rows and blocks of a program's tile.
-WEIGHT_ROWS = 8
-WEIGHT_BLOCKS = 32
+# Threads of a program, each of which takes so many blocks.
+WEIGHT_THREADS = 128
+WEIGHT_CHUNKS = 4
 
 
 def weight_amax_triton(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -40,10 +40,12 @@ def weight_amax_triton(weight: torch.Tensor, out: torch.Tensor | None = None) ->
     if x.numel():
         _, rows, width = x.shape
         check_block_aligned(width, f"weight {list(weight.shape)}")
-        grid, column_tiles = _weight_grid(x)
+        tile = amax_tile(width)
+        grid, column_tiles = _weight_grid(x, tile)
         _quantize.weight_amax_kernel[grid](
             x, out.view(torch.int32), x.stride(0), x.stride(1), rows, width, column_tiles,
-            ROWS=WEIGHT_ROWS, BLOCKS=WEIGHT_BLOCKS, num_warps=4, enable_fp_fusion=False,
+            ROWS=tile.rows, BLOCKS=tile.blocks, CHUNKS=tile.chunks, num_warps=tile.warps,
+            WIDE=is_wide(x), PTX=x.is_cuda, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -99,13 +101,15 @@ def quantize_weight_into(
     out = packed.reshape(-1, rows, width // 2) if packed.ndim == 2 else packed
     scale = block_scale.view(torch.uint8)
     scale = scale.reshape(-1, rows, width // BLOCK_SIZE) if scale.ndim == 2 else scale
-    grid, column_tiles = _weight_grid(x)
+    tile = weight_tile(width)
+    grid, column_tiles = _weight_grid(x, tile)
     _quantize.quantize_weight_kernel[grid](
         x, amax, out, scale, global_scale, nonfinite,
         x.stride(0), x.stride(1), out.stride(0), out.stride(1), scale.stride(0), scale.stride(1),
         rows, width, column_tiles,
-        TE_RULE=global_scale_rule == "te", ROWS=WEIGHT_ROWS, BLOCKS=WEIGHT_BLOCKS,
-        num_warps=4, enable_fp_fusion=False,
+        TE_RULE=global_scale_rule == "te", ROWS=tile.rows, BLOCKS=tile.blocks, CHUNKS=tile.chunks,
+        num_warps=tile.warps, WIDE=is_wide(x) and is_wide(out, 8), PTX=x.is_cuda,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return nonfinite
 
@@ -157,9 +161,22 @@ def _matrices(weight: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _weight_grid(x: torch.Tensor) -> tuple[tuple[int, int], int]:
-    column_tiles = triton.cdiv(x.shape[2], WEIGHT_BLOCKS * BLOCK_SIZE)
-    return (max(1, triton.cdiv(x.shape[1], WEIGHT_ROWS) * column_tiles), x.shape[0]), column_tiles
+def weight_tile(width: int) -> Tile:
+    """The tile of the weight kernels, with ``chunks`` tiles of rows below each other."""
+    blocks = best_split(width // BLOCK_SIZE, [16, 32])
+    return Tile(WEIGHT_THREADS // blocks, blocks, WEIGHT_CHUNKS)
+
+
+def amax_tile(width: int) -> Tile:
+    """As ``weight_tile``, of the kernel that only reads."""
+    return weight_tile(width)
+
+
+def _weight_grid(x: torch.Tensor, tile: Tile) -> tuple[tuple[int, int], int]:
+    """The grid, and how many tiles lie side by side."""
+    column_tiles = triton.cdiv(x.shape[2], tile.blocks * BLOCK_SIZE)
+    row_tiles = triton.cdiv(x.shape[1], tile.rows * tile.chunks)
+    return (max(1, row_tiles * column_tiles), x.shape[0]), column_tiles
 
 
 def _check_storage(

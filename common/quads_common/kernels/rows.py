@@ -23,6 +23,9 @@ MAX_WIDTH = 65536
 PLANE_ALIGNMENT = 32
 # Up to so many programs a GPU is not full: latency counts, not throughput.
 FEW_TILES = 256
+# Threads of a program where there are many rows, and at most.
+ROW_THREADS = 128
+MAX_THREADS = 512
 
 
 @dataclass(frozen=True)
@@ -132,14 +135,12 @@ def _launch_rows(
     width: int,
     next_may_start: bool,
 ) -> None:
-    blocks = max(16, triton.next_power_of_2(width // BLOCK_SIZE))
-    tile_rows = max(1, 64 // blocks)
-    tiles = triton.cdiv(x.shape[0], tile_rows)
+    tile = row_tile(x.shape[0], width)
     limit = activation.limit if activation is not None else None
     alpha, beta = (activation.alpha, activation.beta) if activation is not None else (0.0, 0.0)
     values = result.operand.values if result.operand is not None else x
     codes = result.quantized
-    _quantize.quantize_rows_kernel[(tiles,)](
+    _quantize.quantize_rows_kernel[(triton.cdiv(x.shape[0], tile.rows),)](
         x,
         row_factor if row_factor is not None else x,
         result.product if result.product is not None else x,
@@ -148,7 +149,8 @@ def _launch_rows(
         global_scale,
         values,
         *(routes.lookup if routes is not None else (x, x, 0, 0)),
-        x.shape[0], width, x.stride(0), limit or 0.0, alpha, beta,
+        x.shape[0], x.stride(0), limit or 0.0, alpha, beta,
+        WIDTH=width,
         PLANE=values.shape[-1],
         ACTIVATION=activation.name if activation is not None else "none",
         HAS_LIMIT=limit is not None,
@@ -159,9 +161,50 @@ def _launch_rows(
         OPERAND=result.operand is not None,
         HAS_IDS=routes is not None,
         HAS_MAP=routes is not None and routes.expert_map is not None,
-        ROWS=tile_rows, BLOCKS=blocks, num_warps=row_warps(tiles, blocks * tile_rows * BLOCK_SIZE),
+        ROWS=tile.rows, BLOCKS=tile.blocks, CHUNKS=tile.chunks, num_warps=tile.warps,
+        WIDE=is_wide(x), PTX=x.is_cuda and x.dtype != torch.float32,
         NEXT_MAY_START=next_may_start, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program takes: rows * blocks threads, each of which holds ``chunks`` blocks."""
+
+    rows: int
+    blocks: int
+    chunks: int
+
+    @property
+    def warps(self) -> int:
+        return max(1, self.rows * self.blocks // 32)
+
+
+def row_tile(rows: int, width: int) -> Tile:
+    """The tile of ``quantize_rows``, with ``chunks`` of ``blocks`` in a row.
+
+    Few rows: a block for each thread. Many: several, which share the work of a row.
+    """
+    blocks = max(16, triton.cdiv(width, BLOCK_SIZE))
+    if rows <= FEW_TILES:
+        wide = min(MAX_THREADS, triton.next_power_of_2(blocks))
+        tile_rows = max(1, 32 // wide)
+    else:
+        sizes = [s for s in (16, 32, 64, 128, 256, 512) if 4 * s >= blocks or s == MAX_THREADS]
+        wide = best_split(blocks, sizes)
+        tile_rows = max(1, ROW_THREADS // wide)
+    return Tile(tile_rows, wide, triton.cdiv(blocks, wide))
+
+
+def best_split(blocks: int, sizes: list[int]) -> int:
+    """The size whose multiple wastes least over ``blocks``, and of those the smallest."""
+    return min(sizes, key=lambda size: (triton.cdiv(blocks, size) * size, size))
+
+
+def is_wide(x: torch.Tensor, alignment: int = 16) -> bool:
+    """Whether x and its rows start at multiples of so many bytes."""
+    steps = [stride * x.element_size() for stride in x.stride()[:-1]]
+    return not any(number % alignment for number in (x.data_ptr(), *steps))
 
 
 def row_warps(tiles: int, elements: int, few: int = 4) -> int:
