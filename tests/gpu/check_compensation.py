@@ -208,6 +208,7 @@ def part_decode() -> dict[str, Any]:
     found["rows"] = {s.site.name: float(s.statistics.count.sum()) for s in states}
     found["counting"] = counting_time(runtime, count)
     found["places"] = runtime.places
+    print(json.dumps(found), flush=True)
     found["sync"], found["refresh"] = sync_and_refresh_time(llm)
     return found
 
