@@ -267,6 +267,15 @@ class _Compensation(ctypes.Structure):
     )
 
 
+class _Columns(ctypes.Structure):
+    """``Columns`` of columns.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("w13", "hot", "w2", "channels")),
+        ("channels_stride", ctypes.c_int),
+    )
+
+
 class _MoeArguments(ctypes.Structure):
     """``MoeArguments`` of moe.cu."""
 
@@ -283,6 +292,7 @@ class _MoeArguments(ctypes.Structure):
         ("rows", ctypes.c_int),
         ("limit", ctypes.c_float),
         ("compensation", _Compensation),
+        ("columns", _Columns),
     )  # fmt: skip
 
 
