@@ -173,7 +173,7 @@ template <bool DOWN, int TILES>
 struct StripColumns {
   static constexpr int COUNT = DOWN ? COLUMNS2 : COLUMNS13, BYTES = 2 * COUNT;
   static constexpr int FIRST = COUNT < 64 ? COUNT : 64, REST = COUNT - FIRST;
-  static constexpr bool EARLY = FIRST / 2 + 8 * TILES <= 48;  // registers
+  static constexpr bool EARLY = FIRST / 2 + 8 * TILES <= 40;  // registers
   // See finish_up and finish_down.
   static constexpr int LOW = DOWN ? BYTES : 8 * BYTES, HIGH = DOWN ? 2 * BYTES : INNER * BYTES;
   template <int PART>
@@ -469,16 +469,17 @@ DEVICE void both_halves(const MoeArguments& A) {
   __shared__ Block block;
   __shared__ Slots slots;
   __shared__ __align__(8) u64 barrier_memory;
-  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-  const u32 x = shared_address(memory), products = x + A.rows * X_ROW;
-  const u32 lane_x = x + (lane >> 2) * X_ROW + (lane & 3) * 8;
-  const u32 lane_products = products + (lane >> 2) * PRODUCT_ROW + (lane & 3) * 8;
+  const int tid = threadIdx.x, warp = tid >> 5;
+  int lane = tid & 31;
+  u32 x = shared_address(memory);
   const u32 barrier = shared_address(&barrier_memory);
   if (tid == 0) barrier_init(barrier, 1);
   let_next_kernel_start();
   place_experts(A.routes, routing);  // the routes are older than the kernel in front
-  u32 phase = 0;
   for (int b = blockIdx.x; b < routing.blocks; b += gridDim.x) {
+    keep_inside(x);
+    keep_inside(lane);
+    const u32 products = x + A.rows * X_ROW;
     fence_copy_engine();
     __syncthreads();
     gather_block(A.routes, b, routing, block);
@@ -488,19 +489,19 @@ DEVICE void both_halves(const MoeArguments& A) {
     if (tid == 0) barrier_expect(barrier, block.rows * X_FETCHED);
     fetch_rows<false>(A, block, slots, x, barrier);
     __syncthreads();
-    barrier_wait(barrier, phase);
-    phase ^= 1;
+    barrier_wait(barrier, b / gridDim.x & 1);  // one phase a round
     by_tiles(block.rows, [&](auto tiles) {
       constexpr int TILES = decltype(tiles)::value;
       float acc[2][TILES][4];
       for (int strip = warp; strip < UP_STRIPS; strip += WARPS) {
         const int next = min(strip + WARPS, UP_STRIPS - 1);
+        const u32 row = x + (lane >> 2) * X_ROW;
         StripColumns<false, TILES> columns;
         columns.start(A, block.expert, strip, lane);
         multiply_strip<false, TILES, STAGES<false>>(
             A, acc, current, strip_offset<false>(block.expert, strip, lane),
-            strip_offset<false>(block.expert, next, lane), lane_x);
-        columns.add(A, acc, slots, block.expert, strip, lane, x + (lane >> 2) * X_ROW + X_BYTES);
+            strip_offset<false>(block.expert, next, lane), row + (lane & 3) * 8);
+        columns.add(A, acc, slots, block.expert, strip, lane, row + X_BYTES);
         finish_up<TILES>(A, acc, slots, block.rows, strip, lane, [&](int slot, int at, u32 pair) {
           store_shared(products + slot * PRODUCT_ROW + at, pair);
         });
@@ -522,13 +523,13 @@ DEVICE void both_halves(const MoeArguments& A) {
       float acc[2][TILES][4];
       for (int strip = warp; strip < DOWN_STRIPS; strip += WARPS) {
         const int next = min(strip + WARPS, DOWN_STRIPS - 1);
+        const u32 row = products + (lane >> 2) * PRODUCT_ROW;
         StripColumns<true, TILES> columns;
         columns.start(A, block.expert, strip, lane);
         multiply_strip<true, TILES, STAGES<true>>(
             A, acc, current, strip_offset<true>(block.expert, strip, lane),
-            strip_offset<true>(block.expert, next, lane), lane_products);
-        columns.add(A, acc, slots, block.expert, strip, lane,
-                    products + (lane >> 2) * PRODUCT_ROW + PRODUCT_BYTES);
+            strip_offset<true>(block.expert, next, lane), row + (lane & 3) * 8);
+        columns.add(A, acc, slots, block.expert, strip, lane, row + PRODUCT_BYTES);
         finish_down<TILES>(A, acc, slots, block.rows, strip, lane);
       }
     });
