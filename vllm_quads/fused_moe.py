@@ -8,9 +8,10 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from quads_common.activation import Activation
-from quads_common.backend import general_backend, moe_backend
+from quads_common.backend import moe_backend
 from quads_common.compensation.layers import LayerInput, Runtime
 from quads_common.compensation.ops import form_backend, quads_moe_compensated
+from quads_common.compensation.selection import channel_count
 from quads_common.compensation.site import moe_sites
 from quads_common.layer_weights import add_quantized_weight
 from quads_common.ops import quads_moe
@@ -101,12 +102,17 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         lists = self.options.compensation if self.runtime is not None else None
         rac = lists is not None and lists.ratio("w2") > 0
         splice = lists is not None and lists.splice_count("w2") > 0
+        columns = (0, 0)
         if lists is not None and lists.splice_weight == "bf16":
-            self.backend = general_backend(self.backend)
-            return False
+            shards = self.moe.moe_parallel_config.tp_size
+            columns = (
+                channel_count(lists.splice_count("w13"), 1, hidden),
+                channel_count(lists.splice_count("w2"), shards, inner),
+            )
         chosen, reason = moe_backend(
-            self.backend, experts, hidden, inner, self.activation, self.options.act, rac, splice
-        )
+            self.backend, experts, hidden, inner, self.activation, self.options.act, rac, splice,
+            columns,
+        )  # fmt: skip
         if reason is not None:
             logger.info_once(
                 "quads_nvfp4: MoE layers run on backend %s, not %s: %s",
