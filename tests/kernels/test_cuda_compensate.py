@@ -8,6 +8,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,9 +79,19 @@ def test_rows_are_kept_in_order(library):
 
 @pytest.mark.parametrize(
     "preset",
-    [Preset(0.5), Preset(1.0, alpha=0.5), Preset(channels=32), Preset(0.5, 32), Preset(0.0, 5)],
-    ids=["rac", "rac-alpha", "splice", "splice-rac", "nothing-selected"],
-)
+    [
+        Preset(0.5),
+        Preset(1.0, alpha=0.5),
+        Preset(channels=32),
+        Preset(0.5, 32),
+        Preset(0.0, 5),
+        Preset(None, 32, True),
+        Preset(0.5, 32, True),
+    ],
+    ids=[
+        "rac", "rac-alpha", "splice", "splice-rac", "nothing-selected", "columns", "columns-rac"
+    ],
+)  # fmt: skip
 def test_rows_equal_torch(library, preset):
     run, width = library
     x = hot_rows(24, width, torch.Generator().manual_seed(41), torch.bfloat16)
@@ -105,10 +116,14 @@ def test_rows_equal_torch(library, preset):
         ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(scales.data_ptr()), len(x),
         ctypes.c_void_p(mask.data_ptr()), ctypes.c_void_p(bits.data_ptr()),
         ctypes.c_float(lists.alpha), lists.block_mask is not None, lists.channels is not None,
+        lists.columns is not None,
     )  # fmt: skip
     for row in range(len(x)):
         one = InputCompensation(lists.block_mask, lists.channels, None, lists.alpha)
-        want = fold(compensated_operands(x[row : row + 1], one, row % groups))
+        operands = compensated_operands(x[row : row + 1], one, row % groups)
+        if lists.columns is not None:
+            operands = replace(operands, hot=None, channels=None)
+        want = fold(operands)
         got = values.view(torch.float16)[row : row + 1]
         assert_same_bits(got + 0.0, in_planes(want.values) + 0.0, f"{width} row {row}")
         assert_same_bits(scales[row : row + 1], want.row_scale.flatten(), f"{width} row {row}")

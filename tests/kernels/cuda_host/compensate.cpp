@@ -47,7 +47,7 @@ DEVICE u32 __reduce_max_sync(u32, u32 value) {
 #include QUANTIZER
 #include "compensate.cuh"
 
-template <bool RAC, bool SPLICE>
+template <bool RAC, bool SPLICE, bool COLUMNS>
 static void run(u8* rows, float* scales, int count, const u8* mask, const int* bits, float alpha) {
   constexpr int BYTES = K_BLOCKS * 32;
   for (int row = 0; row < count; row++) {
@@ -58,7 +58,7 @@ static void run(u8* rows, float* scales, int count, const u8* mask, const int* b
     for (int lane = 0; lane < 32; lane++)
       lanes.emplace_back([&, lane] {
         all = &barrier, shared_max = values, this_lane = lane;
-        const float scale = compensate_row<K_BLOCKS, K_BLOCKS * 4, RAC, SPLICE>(
+        const float scale = compensate_row<K_BLOCKS, K_BLOCKS * 4, RAC, SPLICE, COLUMNS>(
             0, lane, mask + row * K_BLOCKS, bits + row * K_BLOCKS, alpha);
         if (lane == 0) scales[row] = scale;
       });
@@ -68,9 +68,13 @@ static void run(u8* rows, float* scales, int count, const u8* mask, const int* b
 
 // rows: bfloat16 [count, 8, 2 * K_BLOCKS], replaced by float16. mask, bits: [count, K_BLOCKS].
 extern "C" void compensate(u8* rows, float* scales, int count, const u8* mask, const int* bits,
-                           float alpha, int rac, int splice) {
-  auto form = rac ? (splice ? run<true, true> : run<true, false>)
-                  : (splice ? run<false, true> : run<false, false>);
+                           float alpha, int rac, int splice, int columns) {
+  auto form = rac ? (columns  ? run<true, true, true>
+                     : splice ? run<true, true, false>
+                              : run<true, false, false>)
+                  : (columns  ? run<false, true, true>
+                     : splice ? run<false, true, false>
+                              : run<false, false, false>);
   form(rows, scales, count, mask, bits, alpha);
 }
 

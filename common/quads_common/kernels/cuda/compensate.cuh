@@ -39,8 +39,10 @@ DEVICE float power_of_two(int exponent) { return as_float((u32)(exponent + 127) 
 
 // A row of K = BLOCKS * 16 bfloat16 in shared memory, as `rows.Operand` with planes of PLANE bytes,
 // to float16 operands in its place. One warp; returns the row's scale. mask, bits: this expert's.
-template <int BLOCKS, int PLANE, bool RAC, bool SPLICE>
+// COLUMNS: hot channels become 0, as they have columns of their own.
+template <int BLOCKS, int PLANE, bool RAC, bool SPLICE, bool COLUMNS>
 DEVICE float compensate_row(u32 row, int lane, const u8* mask, const int* bits, float alpha) {
+  constexpr bool FOLD = SPLICE && !COLUMNS;
   constexpr int MINE = (BLOCKS + 31) / 32;
   u32 hot[MINE], chosen[MINE], largest = 0, largest_hot = 0;
 #pragma unroll
@@ -61,7 +63,7 @@ DEVICE float compensate_row(u32 row, int lane, const u8* mask, const int* bits, 
         const u32 pair = load_shared(row + j * PLANE + (i * 32 + lane) * 4);
         const u32 halves = SPLICE ? hot_halves(hot[i], j) : 0;
         largest = larger_magnitude(largest, pair & ~halves);
-        if (SPLICE) largest_hot = larger_magnitude(largest_hot, pair & halves);
+        if (FOLD) largest_hot = larger_magnitude(largest_hot, pair & halves);
       }
   largest = __reduce_max_sync(~0u, largest);
   const bool bad = largest >= 0x7F800000u;
@@ -69,7 +71,7 @@ DEVICE float compensate_row(u32 row, int lane, const u8* mask, const int* bits, 
   const float inverse = amax < AMAX_FLOOR ? 1.0f : __fdiv_rn(2688.0f, amax);
   const float global = __fdiv_rn(1.0f, inverse);
   int shift = 0;
-  if (SPLICE) {
+  if (FOLD) {
     largest_hot = __reduce_max_sync(~0u, largest_hot);
     const int exponent = (int)(largest_hot >> 23) - (int)(as_bits(global) >> 23);
     shift = largest_hot < 0x7F800000u ? min(max(exponent + 1 - 15, 0), 126) : 0;
@@ -109,7 +111,7 @@ DEVICE float compensate_row(u32 row, int lane, const u8* mask, const int* bits, 
 #pragma unroll
       for (int j = 0; j < 8; j++) {
         float low = total[j], high = total[j + 8];
-        if (SPLICE) {
+        if (FOLD) {
           const bool low_hot = hot[i] >> j & 1, high_hot = hot[i] >> (j + 8) & 1;
           low = low_hot ? __fmul_rn(__fmul_rn(bf16_low(pairs[j]), down), reciprocal)
                         : __fmul_rn(low, down);

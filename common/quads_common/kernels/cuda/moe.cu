@@ -399,7 +399,7 @@ DEVICE void quantize_block(const MoeArguments& A, const Block& block, Slots& slo
   for (int row = warp; row < block.rows; row += WARPS) {
     const u32 at = products + row * PRODUCT_ROW;
 #if WITH_RAC || WITH_SPLICE
-    const float scale = compensate_row<INNER / 16, PRODUCT_PLANE, WITH_RAC, WITH_SPLICE>(
+    const float scale = compensate_row<INNER / 16, PRODUCT_PLANE, WITH_RAC, WITH_SPLICE, COLUMNS2 != 0>(
         at, lane, A.compensation.block_mask + block.expert * A.compensation.mask_stride,
         A.compensation.hot_bits + block.expert * A.compensation.bits_stride, A.compensation.alpha);
 #else
