@@ -77,6 +77,17 @@ def test_rows_are_kept_in_order(library):
     assert_same_bits(got, x, f"{width}")
 
 
+def test_hot_values_are_gathered(library):
+    run, width = library
+    x = torch.randn((5, width), generator=torch.Generator().manual_seed(3)).bfloat16()
+    channels = Preset(None, 32, True).lists(width, len(x), 1, "cpu").channels
+    planes, got = in_planes(x), torch.full((len(x), 32), torch.nan, dtype=x.dtype)
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (channels, got))
+    run.gather(ctypes.c_void_p(planes.data_ptr()), len(x), *pointers)
+    want = torch.where(channels >= 0, x.gather(1, channels.clamp(min=0).long()), 0)
+    assert_same_bits(got, want, f"{width}")
+
+
 @pytest.mark.parametrize(
     "preset",
     [

@@ -86,3 +86,16 @@ extern "C" void in_order(u8* rows, u8* target, int count) {
     for (int word = 0; word < K_BLOCKS; word++)
       store_in_order(target + row * BYTES + word * 32, row * BYTES + word * 4, K_BLOCKS * 4);
 }
+
+// rows: as in_order's; to target [count, 32] the channels [count, 32] of each row.
+extern "C" void gather(u8* rows, int count, const int* channels, u8* target) {
+  constexpr int BYTES = K_BLOCKS * 32;
+  std::vector<u8> row_and_list(BYTES + 64);
+  memory = row_and_list.data();
+  for (int row = 0; row < count; row++) {
+    memcpy(memory, rows + row * BYTES, BYTES);
+    for (int lane = 0; lane < 32; lane++)
+      gather_row<32, K_BLOCKS * 4>(0, BYTES, channels + row * 32, lane);
+    memcpy(target + row * 64, memory + BYTES, 64);
+  }
+}

@@ -69,17 +69,3 @@ struct ColumnPart {
       }
   }
 };
-
-// The channels of a list out of a row of bfloat16 in shared memory, planes of PLANE bytes as in
-// compensate_row, to `target` in the order of the list. One warp.
-template <int COUNT, int PLANE>
-DEVICE void gather_row(u32 row, u32 target, const int* channels, int lane) {
-  auto value = [&](int channel) {
-    if (channel < 0) return 0u;
-    const u32 pair = load_shared(row + (channel & 7) * PLANE + (channel >> 4) * 4);
-    return channel & 8 ? pair >> 16 : pair & 0xFFFFu;
-  };
-#pragma unroll 1
-  for (int pair = lane; pair < COUNT / 2; pair += 32)
-    store_shared(target + pair * 4, value(channels[2 * pair]) | value(channels[2 * pair + 1]) << 16);
-}

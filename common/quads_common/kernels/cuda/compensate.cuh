@@ -35,6 +35,20 @@ DEVICE void store_in_order(u8* target, u32 source, u32 plane) {
   ((uint4*)target)[1] = make_uint4(second[0], second[1], second[2], second[3]);
 }
 
+// The values of COUNT channels (even; -1: 0) of a row of 16-bit values, in planes as above, to `target`
+// in the order of the list. One warp.
+template <int COUNT, int PLANE>
+DEVICE void gather_row(u32 row, u32 target, const int* channels, int lane) {
+  auto value = [&](int channel) {
+    if (channel < 0) return 0u;
+    const u32 pair = load_shared(row + (channel & 7) * PLANE + (channel >> 4) * 4);
+    return channel & 8 ? pair >> 16 : pair & 0xFFFFu;
+  };
+#pragma unroll 1
+  for (int pair = lane; pair < COUNT / 2; pair += 32)
+    store_shared(target + pair * 4, value(channels[2 * pair]) | value(channels[2 * pair + 1]) << 16);
+}
+
 DEVICE float power_of_two(int exponent) { return as_float((u32)(exponent + 127) << 23); }
 
 // A row of K = BLOCKS * 16 bfloat16 in shared memory, as `rows.Operand` with planes of PLANE bytes,
