@@ -9,7 +9,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
-#define DEVICE static inline
+#define DEVICE inline
 enum Format { BF16 };
 
 static u8* memory;
