@@ -21,6 +21,7 @@ template <typename T>
 static T read(const u8* at) { T v; memcpy(&v, at, sizeof v); return v; }
 DEVICE uint4 load_stream16(const u8* p) { return read<uint4>(p); }
 DEVICE uint2 load_stream8(const u8* p) { return read<uint2>(p); }
+DEVICE void keep_base(const u8*&) {}
 DEVICE uint4 load_shared4(u32 at) { return read<uint4>(memory + at); }
 template <int OFFSET>
 DEVICE uint2 load_shared2(u32 at) { return read<uint2>(memory + at + OFFSET); }

@@ -29,15 +29,19 @@ struct ColumnPart {
   uint2 left[4];
 
   DEVICE void load(const u8* rows, int t) {
+    const u8 *mine = rows + t * 16, *mine_left = rows + t * 8 + WHOLE * 64;
+    keep_base(mine);
 #pragma unroll
     for (int w = 0; w < WHOLE; w++)
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        whole[w][i] = load_stream16(rows + t * 16 + (i & 1) * LOW + (i >> 1) * HIGH + w * 64);
-    if constexpr (LEFT > 0)
+        whole[w][i] = load_stream16(mine + (i & 1) * LOW + (i >> 1) * HIGH + w * 64);
+    if constexpr (LEFT > 0) {
+      keep_base(mine_left);
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        left[i] = load_stream8(rows + t * 8 + (i & 1) * LOW + (i >> 1) * HIGH + WHOLE * 64);
+        left[i] = load_stream8(mine_left + (i & 1) * LOW + (i >> 1) * HIGH);
+    }
   }
 
   // acc += columns x hot values. hot: shared address of those of this lane's slot.

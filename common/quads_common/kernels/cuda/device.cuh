@@ -106,6 +106,10 @@ DEVICE void keep_inside(T& value) {
   asm volatile("" : "+r"(value));
 }
 
+// Addresses at constant distances from this one are computed by the loads: the compiler would keep
+// some of them in registers.
+DEVICE void keep_base(const u8*& pointer) { asm volatile("" : "+l"(pointer)); }
+
 // ---- numbers
 
 DEVICE float as_float(u32 bits) { return __uint_as_float(bits); }

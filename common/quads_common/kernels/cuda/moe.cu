@@ -173,7 +173,7 @@ template <bool DOWN, int TILES>
 struct StripColumns {
   static constexpr int COUNT = DOWN ? COLUMNS2 : COLUMNS13, BYTES = 2 * COUNT;
   static constexpr int FIRST = COUNT < 64 ? COUNT : 64, REST = COUNT - FIRST;
-  static constexpr bool EARLY = FIRST / 2 + 8 * TILES <= 40;  // registers
+  static constexpr bool EARLY = TILES <= 2;
   // See finish_up and finish_down.
   static constexpr int LOW = DOWN ? BYTES : 8 * BYTES, HIGH = DOWN ? 2 * BYTES : INNER * BYTES;
   template <int PART>
@@ -468,21 +468,26 @@ DEVICE void both_halves(const MoeArguments& A) {
   __shared__ Routing routing;
   __shared__ Block block;
   __shared__ Slots slots;
+  __shared__ int next_block;
   __shared__ __align__(8) u64 barrier_memory;
   const int tid = threadIdx.x, warp = tid >> 5;
   int lane = tid & 31;
   u32 x = shared_address(memory);
   const u32 barrier = shared_address(&barrier_memory);
   if (tid == 0) barrier_init(barrier, 1);
+  if (tid == 0) next_block = blockIdx.x;  // in shared memory: registers are short below
   let_next_kernel_start();
   place_experts(A.routes, routing);  // the routes are older than the kernel in front
-  for (int b = blockIdx.x; b < routing.blocks; b += gridDim.x) {
+  while (true) {
     keep_inside(x);
     keep_inside(lane);
     const u32 products = x + A.rows * X_ROW;
     fence_copy_engine();
     __syncthreads();
+    const int b = next_block;
+    if (b >= routing.blocks) return;
     gather_block(A.routes, b, routing, block);
+    if (tid == 0) next_block = b + gridDim.x;  // all have read it
     Stage current;
     load_stage<false>(A, strip_offset<false>(block.expert, min(warp, UP_STRIPS - 1), lane), current);
     if (b == blockIdx.x) wait_for_previous_kernel();
