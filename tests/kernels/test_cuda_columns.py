@@ -27,10 +27,10 @@ FOLDER = cuda.__path__[0]
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("rac", [False, True])
-def test_kernels_with_columns_do_not_spill(tmp_path, monkeypatch, rac):
+@pytest.mark.parametrize("shape, rac", [(SHAPES[0], False), (SHAPES[1], True)], ids=str)
+def test_kernels_with_columns_do_not_spill(tmp_path, monkeypatch, shape, rac):
     monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path))
-    defines = moe_defines(torch.float16, 2048, 768, False, rac, True, (64, 32))
+    defines = moe_defines(torch.float16, *shape, False, rac, True, (64, 32))
     cubin = nvrtc.compile_cubin("moe", "sm_90a", defines)
     usage = re.findall(
         r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)",
@@ -40,8 +40,8 @@ def test_kernels_with_columns_do_not_spill(tmp_path, monkeypatch, rac):
     for name, registers, stack, shared, local in usage:
         assert (stack, local) == ("0", "0"), name
         assert int(registers) <= 128, name
-        if not name.endswith("_few"):
-            assert int(shared) + hopper.SHARED <= hopper.ALL_SHARED, name
+        of_rows = hopper.FEW_SHARED if name.endswith("_few") else hopper.SHARED
+        assert int(shared) + of_rows <= hopper.ALL_SHARED, name
     sass = cuobjdump(cubin, "-sass")
     assert set(re.findall(r"HMMA[.\w]*", sass)) == {"HMMA.16816.F32", "HMMA.16816.F32.BF16"}
     assert "UBLKPF" in sass  # columns to the L2 cache, where registers are short
@@ -71,7 +71,7 @@ def test_sum_over_columns(tmp_path, count):
 
 
 @pytest.mark.parametrize("columns", [(64, 32), (16, 0), (0, 128), (128, 128), (48, 80)], ids=str)
-@pytest.mark.parametrize("hidden, inner", [*SHAPES, (128, 128), (8192, 8192)], ids=str)
+@pytest.mark.parametrize("hidden, inner", [*SHAPES, (128, 128), (6144, 768), (8192, 8192)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 33, 100, 4096])
 def test_rows_with_columns_fit_in_shared_memory(tokens, hidden, inner, columns):
     up, down = hopper._row_bytes(hidden, inner, columns)
@@ -82,9 +82,10 @@ def test_rows_with_columns_fit_in_shared_memory(tokens, hidden, inner, columns):
     plan = decode_plan(tokens, 2, 8, hidden, inner, 132, columns)
     if plan is None:
         return
+    shared = hopper.FEW_SHARED if plan.form == "few" else hopper.SHARED
     for _, rows, row_bytes in hopper._launches(plan, hidden, inner, columns):
         assert plan.rows <= rows
-        assert rows * row_bytes <= hopper.SHARED
+        assert rows * row_bytes <= shared
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ __all__ = [
 ARCHITECTURE = "sm_90a"
 # Shared memory of a thread block, and the part of it that rows can have beside static variables.
 ALL_SHARED, SHARED = 227 * 1024, 208 * 1024
+# The same of the "few" kernels, which hold the parts of their sums too.
+FEW_SHARED = SHARED - 16 * 1024
 THREADS = 512
 # Of routes.cuh: slots of a block, experts and slots of a layer at most; blocks beyond those needed.
 MAX_ROWS, MAX_EXPERTS, MAX_SLOTS, MAX_SPARES = 32, 512, 4096, 12
@@ -109,7 +111,7 @@ def why_not_hopper(
         return f"{experts} experts (at most {MAX_EXPERTS})"
     if reason := why_not_columns(columns):
         return reason
-    if min(_half_capacity(hidden, inner, columns)) < 8:
+    if min(_half_capacity(hidden, inner, columns, FEW_SHARED)) < FEW_ROWS:
         return f"8 rows of {max(hidden, inner)} do not fit in shared memory"
     return None
 
@@ -165,10 +167,12 @@ def _fused_capacity(hidden: int, inner: int, columns: Counts = NO_COLUMNS) -> in
     return SHARED // sum(_row_bytes(hidden, inner, columns)) // 8 * 8
 
 
-def _half_capacity(hidden: int, inner: int, columns: Counts = NO_COLUMNS) -> tuple[int, int]:
+def _half_capacity(
+    hidden: int, inner: int, columns: Counts = NO_COLUMNS, shared: int = SHARED
+) -> tuple[int, int]:
     """The same of all rows in shared memory at a time, of the kernels for each GEMM."""
     up, down = _row_bytes(hidden, inner, columns)
-    return SHARED // up // 8 * 8, SHARED // down // 8 * 8
+    return shared // up // 8 * 8, shared // down // 8 * 8
 
 
 def decode_experts(
@@ -244,7 +248,9 @@ def _launches(
     suffix, (up_rows, down_rows) = "", _half_capacity(hidden, inner, columns)
     if plan.form == "few":
         suffix = "_few"
-        up_rows, down_rows = min(2 * FEW_ROWS, up_rows), min(2 * FEW_ROWS, down_rows)
+        up_rows, down_rows = (
+            min(2 * FEW_ROWS, rows) for rows in _half_capacity(hidden, inner, columns, FEW_SHARED)
+        )
     return [
         (f"moe_up{suffix}", up_rows, up_bytes),
         (f"moe_down{suffix}", down_rows, down_bytes),
