@@ -73,13 +73,20 @@ def hopper_layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
 def lists_of(
     presets: tuple[Preset, Preset], hidden: int, inner: int, experts: int, device: str
 ) -> list[InputCompensation]:
-    """With columns of w13 that differ from expert to expert, as those of w2 do."""
-    first = presets[0].lists(hidden, 1, 2 * inner, device)
-    if first.columns is not None:
-        shape = (experts, *first.columns.shape[1:])
-        columns = torch.randn(shape, generator=torch.Generator().manual_seed(52))
-        first = replace(first, columns=columns.bfloat16().to(device))
-    return [first, presets[1].lists(inner, experts, hidden, device)]
+    """Columns of both differ from expert to expert and are as large as the random weights, so that
+    a wrong one is far outside the bound."""
+    generator, found = torch.Generator().manual_seed(52), []
+    for preset, width, groups, rows in (
+        (presets[0], hidden, 1, 2 * inner),
+        (presets[1], inner, experts, hidden),
+    ):
+        lists = preset.lists(width, groups, 1, device)
+        if lists.channels is not None and preset.columns:
+            shape = (experts, rows, lists.channels.shape[1])
+            columns = 64 * torch.randn(shape, generator=generator)
+            lists = replace(lists, columns=columns.bfloat16().to(device))
+        found.append(lists)
+    return found
 
 
 def one_layer(name, x, weights, tiled, router, ids, lists) -> Iterator[Check]:
