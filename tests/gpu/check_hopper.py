@@ -108,7 +108,7 @@ def table_error(routes: Routes, plan: DecodePlan) -> str:
     return "" if same else "slots are missing, twice or with the wrong expert"
 
 
-def layers(shape: str) -> Iterator[Check]:
+def layers(shape: str, counts: tuple[int, ...] = (1, 3, 17, 100, 256)) -> Iterator[Check]:
     hidden, inner, experts, top_k = SHAPES[shape]
     generator = torch.Generator("cuda").manual_seed(6)
     w13 = random_weight(experts, 2 * inner, hidden, generator=generator, device="cuda")
@@ -117,7 +117,7 @@ def layers(shape: str) -> Iterator[Check]:
     back = GATE_UP.untile(tiled[0]), DOWN.untile(tiled[1])
     ok = all(torch.equal(b.packed, w.packed) for b, w in zip(back, (w13, w2), strict=True))
     yield f"{shape} tiles undone", ok, ""
-    for tokens in (1, 3, 17, 100, 256):
+    for tokens in counts:
         for kind in ROUTINGS if tokens in (3, 100) else ("uniform",):
             for act in ("nvfp4", "bf16"):
                 routes = make_routes(tokens, top_k, experts, kind, tokens)
