@@ -73,6 +73,7 @@ HOPPER_VARIANTS = {
     "splice": Variant(None, SPLICE, hopper=True),
     "splice+RAC": Variant(0.5, SPLICE, hopper=True),
     "columns": Variant(None, SPLICE, columns=True, hopper=True),
+    "columns+RAC": Variant(0.5, SPLICE, columns=True, hopper=True),
     "RAC .5 obs": Variant(0.5, observed=True, hopper=True),
     "spl+R obs": Variant(0.5, SPLICE, observed=True, hopper=True),
 }
@@ -142,6 +143,15 @@ def staged_of(layer: Layer) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [new_staging(PLACES, k, width, torch.bfloat16, "cuda") for k, width in sizes]
 
 
+def column_bytes(layer: Layer) -> float:
+    """Bytes of an expert's BF16 columns over those of its codes and scales."""
+    columns = sum(
+        2 * count * w.shape[1] for count, w in zip(SPLICE, (layer.w13, layer.w2), strict=True)
+    )
+    stored = sum(w.packed[0].nbytes + w.block_scale[0].nbytes for w in (layer.w13, layer.w2))
+    return columns / stored
+
+
 def plain(layer: Layer, r: Routing) -> torch.Tensor:
     return fused_moe_triton(r.x, layer.w13, layer.w2, r.weights, r.ids)
 
@@ -176,6 +186,7 @@ def timing() -> bool:
     """The tables; a result that is far from the plain layer's is not timed."""
     layers = tile(make_layers(SHAPE, 3))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: us, and % over plain")
+    print(f"byte floor of columns: {100 * column_bytes(layers[0]):+.1f} % of expert bytes")
     ok = table("hopper", plain_hopper, HOPPER_VARIANTS, layers)
     ok &= table("triton", plain, VARIANTS, layers)
     rows_table(layers, timed=True)

@@ -75,7 +75,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             tp_size=layer.moe_tp_size,
         )
         rule = self.options.global_scale_rule
-        tiled = self._choose_backend(num_experts, hidden_size, intermediate_size_per_partition)
+        tiled = self._choose_backend(shards)
         w13 = add_quantized_weight(
             layer,
             "w13_weight",
@@ -107,16 +107,17 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         layer.quads_loader = loader
         layer.quads_names = (f"{self.prefix}.",)
 
-    def _choose_backend(self, experts: int, hidden: int, inner: int) -> bool:
+    def _choose_backend(self, shards: ExpertShards) -> bool:
         """Settle this layer's backend, once, by its shape; whether its weights are tiled."""
         chosen, reason = choose_moe_backend(
             self.backend,
             self.options,
             self.runtime is not None,
-            experts,
-            hidden,
-            inner,
+            len(shards.global_ids),
+            shards.hidden,
+            shards.inner,
             self.activation,
+            shards=shards.tp_size,
         )
         if reason is not None:
             log_info_once(

@@ -144,15 +144,14 @@ class QuadsLinearMethod(LinearMethodBase):
     def _apply_compensated(
         self, layer: nn.Module, given: LayerInput, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        mask, channels, columns = given.selection(layer)
+        *lists, columns = given.selection(layer)
         return quads_linear_compensated(
             x,
             layer.weight,
             layer.weight_scale,
             layer.weight_global_scale,
             bias,
-            mask,
-            channels,
+            *lists,
             None if columns is None else columns[0],
             given.alpha,
             sample_map(given, layer, x, self.runtime),

@@ -106,6 +106,7 @@ class QuadsMoEMethod(FusedMoEMethodBase):
             hidden,
             inner,
             self.activation,
+            shards=self.moe.moe_parallel_config.tp_size,
         )
         if reason is not None:
             logger.info_once(

@@ -60,7 +60,7 @@ def choose_backend(
 
 
 def general_backend(backend: str) -> str:
-    """The backend of layers without a path of their own in ``backend``: linears, BF16 columns."""
+    """The backend of layers without a path of their own in ``backend``: linears."""
     return "triton" if backend == "hopper" else backend
 
 
@@ -73,10 +73,12 @@ def moe_backend(
     act: ActFormat,
     rac: bool = False,
     splice: bool = False,
+    columns: tuple[int, int] = (0, 0),
 ) -> tuple[str, str | None]:
     """The backend of an MoE layer of this shape, and why it is another than ``backend``, if it is.
 
-    rac, splice: what compensates GEMM2's input, the columns of the FP4 weight.
+    rac, splice: what compensates GEMM2's input. columns: how many hot channels of each GEMM's input
+    have BF16 columns.
 
     ``hopper``: its weights are tiled (``weight_tiles``). Its kernels are compiled here.
 
@@ -87,10 +89,10 @@ def moe_backend(
         return backend, None
     from quads_common.kernels import hopper
 
-    reason = hopper.why_not_hopper(experts, hidden, inner, activation)
+    reason = hopper.why_not_hopper(experts, hidden, inner, activation, columns)
     if reason is not None:
         return general_backend(backend), reason
-    hopper.prepare(hidden, inner, act, rac, splice)
+    hopper.prepare(hidden, inner, act, rac, splice, columns)
     return backend, None
 
 

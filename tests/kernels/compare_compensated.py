@@ -326,7 +326,12 @@ def tiled_layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
     x = random_rows(3 if quick else 64, hidden, generator=generator, device=device)
     ids = random_ids(len(x), top_k, experts, torch.Generator().manual_seed(1)).to(device)
     router = torch.rand(ids.shape, generator=generator, device=device)
-    for name, exact in (("splice rac", False), ("splice rac", True), ("columns", False)):
+    for name, exact in (
+        ("splice rac", False),
+        ("splice rac", True),
+        ("columns", False),
+        ("columns rac", True),
+    ):
         first = PRESETS[name].lists(hidden, 1, 2 * inner, device)
         if first.columns is not None:
             columns = first.columns.expand(experts, -1, -1).contiguous()

@@ -6,6 +6,7 @@ the bound.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -16,17 +17,25 @@ from quads_common.kernels import hopper
 from quads_common.kernels.compensated import fused_moe_compensated_hopper
 from quads_common.kernels.compensated_rows import compensate_rows
 from quads_common.kernels.hopper import DecodePlan, Inspection, RowCompensation
+from quads_common.kernels.hopper_columns import column_counts, hot_columns
 from quads_common.kernels.moe import DOWN, GATE_UP, fused_moe_hopper
 from quads_common.kernels.route import Routes
 from tests.kernels.compare_compensated import grouped_excess, row_errors
 from tests.kernels.compare_gemm import random_ids
-from tests.kernels.compensated_cases import PRESETS, hot_rows
+from tests.kernels.compensated_cases import PRESETS, Preset, hot_rows
 from tests.kernels.exact import random_weight
 from tests.kernels.staged import new_gathering, staged_as
 
 Check = tuple[str, bool, str]
 
-NAMES = ("rac", "rac all, alpha", "splice", "splice rac")
+# What compensates w13's and w2's input.
+CASES = {name: (PRESETS[name],) * 2 for name in ("rac", "rac all, alpha", "splice", "splice rac")}
+COLUMN_CASES = {
+    "columns": (Preset(channels=64, columns=True), Preset(channels=32, columns=True)),
+    "columns rac": (Preset(0.5, 48, True), Preset(0.5, 16, True)),
+    "columns of w13": (Preset(channels=64, columns=True), PRESETS["rac"]),
+    "columns of w2": (PRESETS["splice"], Preset(channels=80, columns=True)),
+}
 
 
 def hopper_layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
@@ -40,6 +49,7 @@ def hopper_layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
     weights = [type(w)(*(t.to(device) for t in (w.packed, w.block_scale, w.global_scale)))
                for w in (w13, w2)]  # fmt: skip
     tiled = GATE_UP.tile(weights[0]), DOWN.tile(weights[1])
+    column_cases = dict(list(COLUMN_CASES.items())[: 2 if quick else None])
     for tokens in (1, 5, 20) if quick else (1, 5, 100):
         x = hot_rows(tokens, hidden, generator, torch.bfloat16).to(device)
         ids = random_ids(tokens, top_k, experts, torch.Generator().manual_seed(tokens))
@@ -47,16 +57,36 @@ def hopper_layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
             ids[1, 0] = -1
         ids = ids.to(device)
         router = torch.rand(ids.shape, generator=generator).to(device)
-        for name in NAMES:
-            lists = [
-                PRESETS[name].lists(width, groups, 4, device)
-                for width, groups in ((hidden, 1), (inner, experts))
-            ]
-            yield from one_layer(f"hopper {tokens} {name}", x, weights, tiled, router, ids, lists)
+        for name, presets in (CASES | column_cases).items():
+            lists = lists_of(presets, hidden, inner, experts, device)
+            label = f"hopper {tokens} {name}"
+            yield from one_layer(label, x, weights, tiled, router, ids, lists)
+            if tokens > 5 and name in COLUMN_CASES:  # full blocks
+                few = torch.where(ids < 0, ids, ids % max(1, experts // 4))
+                yield from one_layer(f"{label} few experts", x, weights, tiled, router, few, lists)
     nothing = {"w13_input": InputCompensation(), "w2_input": InputCompensation()}
     got = fused_moe_compensated_hopper(x, *tiled, router, ids, **nothing)
     differ = int((got != fused_moe_hopper(x, *tiled, router, ids)).sum())
     yield "hopper, nothing selected", differ == 0, f"{differ} differ from plain"
+
+
+def lists_of(
+    presets: tuple[Preset, Preset], hidden: int, inner: int, experts: int, device: str
+) -> list[InputCompensation]:
+    """Columns of both differ from expert to expert and are as large as the random weights, so that
+    a wrong one is far outside the bound."""
+    generator, found = torch.Generator().manual_seed(52), []
+    for preset, width, groups, rows in (
+        (presets[0], hidden, 1, 2 * inner),
+        (presets[1], inner, experts, hidden),
+    ):
+        lists = preset.lists(width, groups, 1, device)
+        if lists.channels is not None and preset.columns:
+            shape = (experts, rows, lists.channels.shape[1])
+            columns = 64 * torch.randn(shape, generator=generator)
+            lists = replace(lists, columns=columns.bfloat16().to(device))
+        found.append(lists)
+    return found
 
 
 def one_layer(name, x, weights, tiled, router, ids, lists) -> Iterator[Check]:
@@ -68,10 +98,12 @@ def one_layer(name, x, weights, tiled, router, ids, lists) -> Iterator[Check]:
     valid = flat >= 0
     rows = compensate_rows(x, first)
     compensation = RowCompensation(second.block_mask, second.hot_bits, second.alpha)
+    counts = column_counts(first, second)
+    columns = hot_columns(first, rows.hot, second)
     slots, results = tokens * top_k, []
     for plan in (
-        DecodePlan("fused", min(32, hopper._fused_capacity(hidden, inner))),
-        DecodePlan("pair", min(32, *hopper._half_capacity(hidden, inner))),
+        DecodePlan("fused", min(32, hopper._fused_capacity(hidden, inner, counts))),
+        DecodePlan("pair", min(32, *hopper._half_capacity(hidden, inner, counts))),
         DecodePlan("few", 8),
     ):
 
@@ -85,7 +117,7 @@ def one_layer(name, x, weights, tiled, router, ids, lists) -> Iterator[Check]:
             fresh(slots, dtype=torch.float32),
         )  # fmt: skip
         label, arguments = f"{name} {plan.form}", (rows.operand, *tiled, routes, router, plan, None)
-        out = hopper.decode_experts(*arguments, seen, compensation)
+        out = hopper.decode_experts(*arguments, seen, compensation, None, columns)
         excess = grouped_excess(seen.y, x, first, weights[0], flat, top_k, False, None)
         yield f"{label} gemm1", excess <= 1, f"worst error {excess:.3f} of the bound"
         want = compensate_rows(seen.y, second, activation=Activation(), routes=routes).operand
@@ -97,7 +129,7 @@ def one_layer(name, x, weights, tiled, router, ids, lists) -> Iterator[Check]:
         excess = grouped_excess(out, product, second, weights[1], flat, 1, False, router.flatten())
         yield f"{label} gemm2", excess <= 1, f"worst error {excess:.3f} of the bound"
         staging = new_gathering(tokens, top_k, (hidden, inner), x.dtype, x.device).w2
-        bare = hopper.decode_experts(*arguments, None, compensation, staging)
+        bare = hopper.decode_experts(*arguments, None, compensation, staging, columns)
         ok = torch.equal(bare[valid], out[valid])
         yield f"{label} kept", *staged_as(staging, product.reshape(tokens, top_k, inner), ids)
         yield f"{label} without inspection", ok, "bits differ"

@@ -73,6 +73,22 @@ def test_layers_of_hopper_without_a_path_of_their_own():
     assert "2880" in reason
 
 
+def test_layers_with_bf16_columns(monkeypatch):
+    """On ``hopper`` where the counts fit; its kernels are compiled for them."""
+    pytest.importorskip("triton")
+    from quads_common.kernels import hopper
+
+    prepared = []
+    monkeypatch.setattr(hopper, "prepare", lambda *arguments: prepared.append(arguments))
+    layer = (128, 2048, 768, Activation(), "nvfp4", False, True)
+    assert moe_backend("hopper", *layer, (64, 32)) == ("hopper", None)
+    assert prepared == [(2048, 768, "nvfp4", False, True, (64, 32))]
+    name, reason = moe_backend("hopper", *layer, (64, 200))
+    assert name == "triton"
+    assert "200 BF16 columns of w2" in reason
+    assert len(prepared) == 1
+
+
 def test_missing_triton_is_an_error(monkeypatch):
     """Never the slow backend instead."""
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)

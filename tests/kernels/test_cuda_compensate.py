@@ -8,6 +8,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,6 +77,17 @@ def test_rows_are_kept_in_order(library):
     assert_same_bits(got, x, f"{width}")
 
 
+def test_hot_values_are_gathered(library):
+    run, width = library
+    x = torch.randn((5, width), generator=torch.Generator().manual_seed(3)).bfloat16()
+    channels = Preset(None, 32, True).lists(width, len(x), 1, "cpu").channels
+    planes, got = in_planes(x), torch.full((len(x), 32), torch.nan, dtype=x.dtype)
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (channels, got))
+    run.gather(ctypes.c_void_p(planes.data_ptr()), len(x), *pointers)
+    want = torch.where(channels >= 0, x.gather(1, channels.clamp(min=0).long()), 0)
+    assert_same_bits(got, want, f"{width}")
+
+
 @pytest.mark.parametrize("lanes", [1, 2, 4])
 @pytest.mark.parametrize(
     "preset",
@@ -86,9 +98,14 @@ def test_rows_are_kept_in_order(library):
         Preset(channels=32),
         Preset(0.5, 32),
         Preset(0.0, 5),
+        Preset(None, 32, True),
+        Preset(0.5, 32, True),
     ],
-    ids=["plain", "rac", "rac-alpha", "splice", "splice-rac", "nothing-selected"],
-)
+    ids=[
+        "plain", "rac", "rac-alpha", "splice", "splice-rac", "nothing-selected", "columns",
+        "columns-rac",
+    ],
+)  # fmt: skip
 def test_rows_equal_torch(library, preset, lanes):
     """Rows of two experts at a time, also none of the second, and with bad rows among them."""
     run, width = library
@@ -108,11 +125,15 @@ def test_rows_equal_torch(library, preset, lanes):
             ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(scales.data_ptr()), count, split,
             ctypes.c_void_p(None if mask is None else mask.data_ptr()),
             ctypes.c_void_p(None if bits is None else bits.data_ptr()),
-            ctypes.c_float(lists.alpha), mask is not None, bits is not None, lanes,
+            ctypes.c_float(lists.alpha), mask is not None, bits is not None,
+            lists.columns is not None, lanes,
         )  # fmt: skip
         for group in of_row.unique().tolist():
             mine = of_row == group
-            want = fold(compensated_operands(x[mine], lists, group))
+            operands = compensated_operands(x[mine], replace(lists, columns=None), group)
+            if lists.columns is not None:
+                operands = replace(operands, hot=None, channels=None)
+            want = fold(operands)
             got = values.view(torch.float16)[mine]
             what = f"{width}, {count} rows, expert {group}"
             assert_same_bits(got + 0.0, in_planes(want.values) + 0.0, what)

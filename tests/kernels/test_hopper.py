@@ -51,8 +51,8 @@ def test_kernels_do_not_spill(cache, shape, dtype):
     for name, registers, stack, shared, local in usage:
         assert (stack, local) == ("0", "0"), name
         assert int(registers) <= 128, name  # 512 threads share 65536
-        rows = hopper.SHARED - (hopper.PART_SUMS if name.endswith("_few") else 0)
-        assert int(shared) + rows <= hopper.ALL_SHARED, name
+        of_rows = hopper.FEW_SHARED if name.endswith("_few") else hopper.SHARED
+        assert int(shared) + of_rows <= hopper.ALL_SHARED, name
     sass = cuobjdump(cubin, "-sass")
     suffix = ".BF16" if dtype == torch.bfloat16 else ""
     assert set(re.findall(r"HMMA[.\w]*", sass)) == {f"HMMA.16816.F32{suffix}"}
@@ -130,7 +130,7 @@ def test_forms_of_qwen3_30b_a3b(tokens, plan):
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 33, 100, 500, 4096, 70000])
 @pytest.mark.parametrize(
-    "hidden, inner", [*SHAPES, (128, 128), (6400, 6400), (8192, 8192)], ids=str
+    "hidden, inner", [*SHAPES, (128, 128), (6400, 768), (6400, 6400), (8192, 8192)], ids=str
 )
 @pytest.mark.parametrize("experts, top_k", [(1, 1), (8, 2), (128, 8), (512, 10)])
 def test_forms_fit_in_shared_memory(tokens, hidden, inner, experts, top_k):
@@ -139,7 +139,7 @@ def test_forms_fit_in_shared_memory(tokens, hidden, inner, experts, top_k):
         return
     assert tokens * top_k <= hopper.MAX_SLOTS
     assert plan.rows % 8 == 0 and 8 <= plan.rows <= hopper.MAX_ROWS
-    free = hopper.SHARED - (hopper.PART_SUMS if plan.form == "few" else 0)
+    free = hopper.FEW_SHARED if plan.form == "few" else hopper.SHARED
     for _, rows, shared in hopper._launches(plan, hidden, inner):
         assert plan.rows <= rows
         assert shared <= free

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quads_common.activation import Activation
+from quads_common.options import QuadsOptions
 from tests.vllm.test_options import config
 from vllm_quads.refusals import check_supported
 
@@ -64,3 +66,18 @@ def test_the_default_method_on_a_backend_that_cannot(unable):
 def test_what_was_asked_for_is_refused(unable, options):
     with pytest.raises(ValueError, match=r"is not available on backend 'emulated'.*: use method"):
         unable(options)
+
+
+def test_hopper_layers_with_bf16_columns(monkeypatch):
+    """What the kernels are compiled for: this rank's counts."""
+    from vllm_quads import fused_moe
+
+    calls = []
+    monkeypatch.setattr(fused_moe, "moe_backend", lambda *a: calls.append(a) or ("hopper", None))
+    method = SimpleNamespace(
+        options=QuadsOptions(method="foursight"),
+        runtime=object(), backend="hopper", activation=Activation(),
+        moe=SimpleNamespace(moe_parallel_config=SimpleNamespace(tp_size=4)),
+    )  # fmt: skip
+    assert fused_moe.QuadsMoEMethod._choose_backend(method, 128, 2048, 192)
+    assert calls[0][6:] == (False, True, (64, 16))

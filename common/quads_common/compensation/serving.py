@@ -11,6 +11,7 @@ from quads_common.compensation.files import check_selection_file
 from quads_common.compensation.layers import Runtime
 from quads_common.compensation.metrics import SiteMetrics
 from quads_common.compensation.ops import can_compensate
+from quads_common.compensation.selection import channel_count
 from quads_common.options import PLAIN_METHOD, QuadsOptions
 
 __all__ = [
@@ -139,14 +140,22 @@ def choose_moe_backend(
     hidden: int,
     inner: int,
     activation: Activation,
+    *,
+    shards: int,
 ) -> tuple[str, str | None]:
-    """``moe_backend`` of a layer with these options; BF16 columns have no tiled kernels.
+    """``moe_backend`` of a layer with these options.
 
-    compensated: whether one of its inputs is.
+    compensated: whether one of its inputs is. shards: ranks that share the channels of w2's input.
     """
     lists = options.compensation if compensated else None
-    if lists is not None and lists.splice_weight == "bf16":
-        return general_backend(backend), None
     rac = lists is not None and lists.ratio("w2") > 0
     splice = lists is not None and lists.splice_count("w2") > 0
-    return moe_backend(backend, experts, hidden, inner, activation, options.act, rac, splice)
+    columns = (0, 0)
+    if lists is not None and lists.splice_weight == "bf16":
+        columns = (
+            channel_count(lists.splice_count("w13"), 1, hidden),
+            channel_count(lists.splice_count("w2"), shards, inner),
+        )
+    return moe_backend(
+        backend, experts, hidden, inner, activation, options.act, rac, splice, columns
+    )

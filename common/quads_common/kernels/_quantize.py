@@ -184,9 +184,7 @@ def load_activations(
         up = elements(load_block(pointer + WIDTH, inside, True), dtype)
         x = ()
         for i in tl.static_range(4):
-            product = activate_gated(
-                gate[i], up[i], limit, alpha, beta, ACTIVATION, HAS_LIMIT, PTX
-            )
+            product = activate_gated(gate[i], up[i], limit, alpha, beta, ACTIVATION, HAS_LIMIT, PTX)
             x = x + (product,)
         result = hold(x, dtype, PTX)
     else:

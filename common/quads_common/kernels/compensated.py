@@ -137,9 +137,10 @@ def fused_moe_compensated_hopper(
     """See ``compensation.moe.fused_moe_compensated``; w13 and w2 are tiled, as in ``moe``.
 
     Few tokens in the folded form run in the kernels of ``cuda/moe.cu``, which quantize GEMM2's
-    input themselves; everything else in Triton, which reads the same weights.
+    input themselves; everything else, and counts of BF16 columns that do not fit there, in Triton,
+    which reads the same weights.
     """
-    from quads_common.kernels import hopper
+    from quads_common.kernels import hopper, hopper_columns
 
     activation = activation or Activation()
     gathering = gathering or Gathering()
@@ -149,9 +150,11 @@ def fused_moe_compensated_hopper(
     if reason := hopper.why_not_hopper(experts, hidden, inner, activation):
         raise ValueError(f"backend 'hopper' cannot run this layer: {reason}")
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    plan = hopper.decode_plan(tokens, top_k, experts, hidden, inner, processors)
-    folded = not exact and w13_input.columns is None and w2_input.columns is None
-    if plan is None or tokens == 0 or x.dtype != torch.bfloat16 or batch_invariant() or not folded:
+    counts = hopper_columns.column_counts(w13_input, w2_input)
+    plan = None
+    if not exact and hopper.why_not_hopper(experts, hidden, inner, activation, counts) is None:
+        plan = hopper.decode_plan(tokens, top_k, experts, hidden, inner, processors, counts)
+    if plan is None or tokens == 0 or x.dtype != torch.bfloat16 or batch_invariant():
         return fused_moe_compensated_triton(
             x, w13, w2, topk_weights, topk_ids, w13_input=w13_input, w2_input=w2_input,
             gathering=gathering, activation=activation, expert_map=expert_map, exact=exact,
@@ -170,9 +173,10 @@ def fused_moe_compensated_hopper(
     )
     assert rows.operand is not None
     mask, bits = w2_input.block_mask, w2_input.hot_bits
+    columns = hopper_columns.hot_columns(w13_input, rows.hot, w2_input)
     slots = hopper.decode_experts(
         rows.operand, w13, w2, routes, None if apply_router_weight_on_input else router, plan,
-        activation.limit, staging=gathering.w2,
+        activation.limit, staging=gathering.w2, columns=columns,
         compensation=hopper.RowCompensation(
             None if mask is None else mask.contiguous(),
             None if bits is None else bits.contiguous(),

@@ -19,6 +19,7 @@ from quads_common.compensation.staging import Staging
 from quads_common.format import QuantizedTensor
 from quads_common.gemm import ActFormat
 from quads_common.kernels.cuda.nvrtc import Kernel, compile_cubin, load_kernels
+from quads_common.kernels.hopper_columns import NO_COLUMNS, Counts, HotColumns, why_not_columns
 from quads_common.kernels.route import Routes
 from quads_common.kernels.rows import Operand
 from quads_common.weight_tiles import TileLayout
@@ -39,8 +40,8 @@ ARCHITECTURE = "sm_90a"
 # Shared memory of a thread block, and the part of it that rows and lists can have beside static
 # variables.
 ALL_SHARED, SHARED = 227 * 1024, 208 * 1024
-# Of the latter, what "few" has static variables for: the sums of parts.
-PART_SUMS = 16 * 1024
+# The same of the "few" kernels, which hold the parts of their sums too.
+FEW_SHARED = SHARED - 16 * 1024
 THREADS = 512
 # Of routes.cuh: slots of a block, experts and slots of a layer at most; blocks beyond those needed.
 MAX_ROWS, MAX_EXPERTS, MAX_SLOTS, MAX_SPARES = 32, 512, 4096, 12
@@ -73,7 +74,8 @@ class RowCompensation:
     """What is folded into GEMM2's operand, of one list for all experts (L = 1) or one for each.
 
     block_mask: [L, I/16] bool, blocks whose residual is added; None: no RAC. hot_bits: [L, I/16]
-    int32, ``operands.channel_bits``; None: no splice. alpha: factor of the residual.
+    int32, ``operands.channel_bits``; None: no splice. With BF16 columns these channels are set to 0
+    instead. alpha: factor of the residual.
     """
 
     block_mask: torch.Tensor | None
@@ -95,33 +97,51 @@ class Inspection:
     row_scale: torch.Tensor
 
 
-def why_not_hopper(experts: int, hidden: int, inner: int, activation: Activation) -> str | None:
-    """Why the kernels do not run a layer of this shape; None if they do."""
+def why_not_hopper(
+    experts: int, hidden: int, inner: int, activation: Activation, columns: Counts = NO_COLUMNS
+) -> str | None:
+    """Why the kernels do not run a layer of this shape; None if they do.
+
+    columns: how many hot channels of w13's and w2's input have BF16 columns.
+    """
     if activation.name != "silu":
         return f"activation {activation.name!r} (only 'silu')"
     if not TileLayout(True).fits(2 * inner, hidden) or not TileLayout(False).fits(hidden, inner):
         return f"hidden {hidden} and intermediate {inner} are not both multiples of 128"
     if experts > MAX_EXPERTS:
         return f"{experts} experts (at most {MAX_EXPERTS})"
-    if min(_half_capacity(hidden, inner, PART_SUMS)) < 8:
+    if reason := why_not_columns(columns):
+        return reason
+    if min(_half_capacity(hidden, inner, columns, FEW_SHARED)) < FEW_ROWS:
         return f"8 rows of {max(hidden, inner)} do not fit in shared memory"
     return None
 
 
 def prepare(
-    hidden: int, inner: int, act: ActFormat, rac: bool = False, splice: bool = False
+    hidden: int,
+    inner: int,
+    act: ActFormat,
+    rac: bool = False,
+    splice: bool = False,
+    columns: Counts = NO_COLUMNS,
 ) -> None:
     """Compile and load the kernels of a shape for the current GPU, before anything is captured.
 
-    rac, splice: what ``RowCompensation`` will have.
+    rac, splice: what ``RowCompensation`` will have. columns: as in ``why_not_hopper``.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     dtype = torch.float16 if act == "nvfp4" else torch.bfloat16
-    _moe_kernels(device, dtype, hidden, inner, False, rac, splice)
+    _moe_kernels(device, dtype, hidden, inner, False, rac, splice, columns)
 
 
 def decode_plan(
-    tokens: int, top_k: int, experts: int, hidden: int, inner: int, processors: int
+    tokens: int,
+    top_k: int,
+    experts: int,
+    hidden: int,
+    inner: int,
+    processors: int,
+    columns: Counts = NO_COLUMNS,
 ) -> DecodePlan | None:
     """Which form runs for so many tokens; None: neither, too many.
 
@@ -136,23 +156,26 @@ def decode_plan(
         return DecodePlan("few", FEW_ROWS)
     active = experts * (1 - (1 - min(1.0, top_k / experts)) ** tokens)
     mean = slots / max(1.0, active)
-    rows = _fused_capacity(hidden, inner)
+    rows = _fused_capacity(hidden, inner, columns)
     if FUSED_FROM * processors <= active <= processors and mean <= FUSED_SHARE * rows:
         return DecodePlan("fused", min(MAX_ROWS, rows))
-    rows = min(MAX_ROWS, *_half_capacity(hidden, inner))
+    rows = min(MAX_ROWS, *_half_capacity(hidden, inner, columns))
     return DecodePlan("pair", rows) if mean <= rows / 2 + 1 else None
 
 
-def _fused_capacity(hidden: int, inner: int) -> int:
+def _fused_capacity(hidden: int, inner: int, columns: Counts = NO_COLUMNS) -> int:
     """Rows of a block of the fused kernel that fit in shared memory, in whole groups of 8."""
     free = SHARED - _list_bytes(inner)
-    return free // (_x_row(hidden) + _product_row(inner)) // 8 * 8
+    return free // sum(_row_bytes(hidden, inner, columns)) // 8 * 8
 
 
-def _half_capacity(hidden: int, inner: int, taken: int = 0) -> tuple[int, int]:
+def _half_capacity(
+    hidden: int, inner: int, columns: Counts = NO_COLUMNS, shared: int = SHARED
+) -> tuple[int, int]:
     """The same of all rows in shared memory at a time, of the kernels for each GEMM."""
-    free = SHARED - taken - _list_bytes(inner)
-    return free // _x_row(hidden) // 8 * 8, free // _product_row(inner) // 8 * 8
+    up, down = _row_bytes(hidden, inner, columns)
+    free = shared - _list_bytes(inner)
+    return free // up // 8 * 8, free // down // 8 * 8
 
 
 def decode_experts(
@@ -166,20 +189,30 @@ def decode_experts(
     inspection: Inspection | None = None,
     compensation: RowCompensation | None = None,
     staging: Staging | None = None,
+    columns: HotColumns | None = None,
 ) -> torch.Tensor:
     """Each slot's (w2 @ product) * router weight, float32 [slots, H]; skipped slots not written.
 
     operand: the layer's input. w13, w2: tiled. router: [T, k] float32, None: 1. compensation: of
     GEMM2's input, W4A4 only. staging: where GEMM2's input is kept for sampled tokens, before it is
-    quantized; W4A4 only, bf16.
+    quantized; W4A4 only, bf16. columns: of hot channels, which are 0 in ``operand`` and get 0 in
+    GEMM2's; W4A4 only.
     """
     tokens, top_k = routes.topk_ids.shape
     hidden, inner = w2.shape[1], w2.shape[2]
     slots, device = tokens * top_k, operand.values.device
     rac = compensation is not None and compensation.block_mask is not None
     splice = compensation is not None and compensation.hot_bits is not None
+    counts, dtype = NO_COLUMNS, operand.values.dtype
+    if columns is not None:
+        columns.check(tokens, w2.shape[0], hidden, inner)
+        counts = columns.counts
+        if any(counts) and dtype != torch.float16:
+            raise ValueError(f"BF16 columns need quantized activations, the operand is {dtype}")
+        if counts[1] and not splice:
+            raise ValueError("columns of w2 need the hot_bits of their channels")
     kernels = _moe_kernels(
-        device, operand.values.dtype, hidden, inner, inspection is not None, rac, splice
+        device, dtype, hidden, inner, inspection is not None, rac, splice, counts
     )
     stream = torch.cuda.current_stream(device).cuda_stream
     processors = _processors(device)
@@ -196,31 +229,35 @@ def decode_experts(
         row_scale=_pointer(operand.row_scale), router=_pointer(router), product=_pointer(product),
         out=_pointer(out), routes=_route_arguments(routes, plan, processors),
         limit=math.inf if limit is None else limit, compensation=_compensation(compensation),
-        **_staging(staging, tokens, top_k, inner),
+        columns=_columns(columns), **_staging(staging, tokens, top_k, inner),
     )  # fmt: skip
     if inspection is not None:
         arguments.inspect_y = _pointer(inspection.y)
         arguments.inspect_operand = _pointer(inspection.operand)
         arguments.inspect_scale = _pointer(inspection.row_scale)
-    for name, rows, shared in _launches(plan, hidden, inner):
+    for name, rows, shared in _launches(plan, hidden, inner, counts):
         arguments.rows = rows
         kernels[name].launch(processors, THREADS, shared, arguments, stream)
     return out
 
 
-def _launches(plan: DecodePlan, hidden: int, inner: int) -> list[tuple[str, int, int]]:
+def _launches(
+    plan: DecodePlan, hidden: int, inner: int, columns: Counts = NO_COLUMNS
+) -> list[tuple[str, int, int]]:
     """Kernels in order, with the rows that each holds in shared memory and the bytes of all."""
     lists = _list_bytes(inner)
+    up_bytes, down_bytes = _row_bytes(hidden, inner, columns)
     if plan.form == "fused":
-        return [("moe_both", plan.rows, plan.rows * (_x_row(hidden) + _product_row(inner)) + lists)]
-    suffix, (up_rows, down_rows) = "", _half_capacity(hidden, inner)
+        return [("moe_both", plan.rows, plan.rows * (up_bytes + down_bytes) + lists)]
+    suffix, (up_rows, down_rows) = "", _half_capacity(hidden, inner, columns)
     if plan.form == "few":
         suffix = "_few"
-        up_rows, down_rows = _half_capacity(hidden, inner, PART_SUMS)
-        up_rows, down_rows = min(2 * FEW_ROWS, up_rows), min(2 * FEW_ROWS, down_rows)
+        up_rows, down_rows = (
+            min(2 * FEW_ROWS, rows) for rows in _half_capacity(hidden, inner, columns, FEW_SHARED)
+        )
     return [
-        (f"moe_up{suffix}", up_rows, up_rows * _x_row(hidden)),
-        (f"moe_down{suffix}", down_rows, down_rows * _product_row(inner) + lists),
+        (f"moe_up{suffix}", up_rows, up_rows * up_bytes),
+        (f"moe_down{suffix}", down_rows, down_rows * down_bytes + lists),
     ]
 
 
@@ -274,6 +311,15 @@ class _Compensation(ctypes.Structure):
     )
 
 
+class _Columns(ctypes.Structure):
+    """``Columns`` of columns.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("w13", "hot", "w2", "channels")),
+        ("channels_stride", ctypes.c_int),
+    )
+
+
 class _MoeArguments(ctypes.Structure):
     """``MoeArguments`` of moe.cu."""
 
@@ -290,6 +336,7 @@ class _MoeArguments(ctypes.Structure):
         ("rows", ctypes.c_int),
         ("limit", ctypes.c_float),
         ("compensation", _Compensation),
+        ("columns", _Columns),
     )  # fmt: skip
 
 
@@ -319,6 +366,15 @@ def _compensation(lists: RowCompensation | None) -> _Compensation:
     return _Compensation(_pointer(mask), _pointer(bits), *strides, lists.alpha)
 
 
+def _columns(columns: HotColumns | None) -> _Columns:
+    if columns is None:
+        return _Columns()
+    channels = columns.channels
+    stride = 0 if channels is None or channels.shape[0] == 1 else channels.shape[1]
+    pointers = (_pointer(t) for t in (columns.w13, columns.hot, columns.w2, channels))
+    return _Columns(*pointers, stride)
+
+
 def _staging(staging: Staging | None, tokens: int, top_k: int, inner: int) -> dict[str, int | None]:
     if staging is None:
         return {}
@@ -342,14 +398,10 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _x_row(hidden: int) -> int:
-    """Bytes of an input row in shared memory: ``X_ROW`` of moe.cu."""
-    return -(-hidden // 256) * 512 + 32
-
-
-def _product_row(inner: int) -> int:
-    """``PRODUCT_ROW`` of moe.cu."""
-    return inner * 2 + 32
+def _row_bytes(hidden: int, inner: int, columns: Counts) -> tuple[int, int]:
+    """Bytes of a row of each GEMM in shared memory: ``X_ROW`` and ``PRODUCT_ROW`` of moe.cu."""
+    up, down = (2 * count + (0 if count % 32 else 32) for count in columns)
+    return -(-hidden // 256) * 512 + up, inner * 2 + down
 
 
 def _list_bytes(inner: int) -> int:
@@ -371,23 +423,24 @@ def _moe_kernels(
     inspect: bool,
     rac: bool = False,
     splice: bool = False,
+    columns: Counts = NO_COLUMNS,
 ) -> dict[str, Kernel]:
     """The kernels of moe.cu for a shape and operands of a dtype, compiled at the first call."""
     with torch.cuda.device(device):
         torch.empty(1, device=device)  # a process that has used no GPU yet has no context
-        cubin = compile_cubin(
-            "moe", ARCHITECTURE, moe_defines(dtype, hidden, inner, inspect, rac, splice)
-        )
+        defines = moe_defines(dtype, hidden, inner, inspect, rac, splice, columns)
+        cubin = compile_cubin("moe", ARCHITECTURE, defines)
         return load_kernels(cubin, [*KERNELS, *(["list_blocks"] if inspect else [])], ALL_SHARED)
 
 
 def moe_defines(
     dtype: torch.dtype, hidden: int, inner: int, inspect: bool, rac: bool = False,
-    splice: bool = False,
+    splice: bool = False, columns: Counts = NO_COLUMNS,
 ) -> dict[str, str]:  # fmt: skip
     """What moe.cu is compiled with."""
     defines = {"FORMAT": "FP16" if dtype == torch.float16 else "BF16"}
     defines |= {"HIDDEN": str(hidden), "INNER": str(inner)} | CONSTANTS
     defines |= {"WITH_RAC": str(int(rac)), "WITH_SPLICE": str(int(splice))}
+    defines |= {"COLUMNS13": str(columns[0]), "COLUMNS2": str(columns[1])}
     defines["ARGUMENT_BYTES"] = str(ctypes.sizeof(_MoeArguments))
     return defines | {"INSPECT": "1"} if inspect else defines

@@ -74,7 +74,7 @@ DEVICE T __shfl_xor_sync(u32, T value, int step) {
 constexpr int ROW = K_BLOCKS * 32, PLANE = K_BLOCKS * 4;
 
 // The first `split` rows with the first lists, the others with the second ones.
-template <int LANES, bool RAC, bool SPLICE>
+template <int LANES, bool RAC, bool SPLICE, bool COLUMNS>
 static void run(u8* rows, float* scales, int count, int split, Compensation from) {
   Maxima maxima[2] = {};
   Lists<K_BLOCKS> lists[2];
@@ -85,28 +85,29 @@ static void run(u8* rows, float* scales, int count, int split, Compensation from
       threadIdx.x = thread;
       for (int i = 0; i < 2; i++) lists[i].template fetch<RAC, SPLICE>(from, i);
       __syncthreads();
-      quantize_rows<K_BLOCKS, PLANE, ROW, LANES, RAC, SPLICE>(
+      quantize_rows<K_BLOCKS, PLANE, ROW, LANES, RAC, SPLICE, COLUMNS>(
           0, split, split * ROW, count - split, maxima, lists, from.alpha,
           [&](int i, int row, float factor) { scales[i * split + row] = factor; });
     });
   for (auto& thread : threads) thread.join();
 }
 
+template <int LANES>
+static auto form(bool rac, bool splice, bool columns) {
+  if (columns) return rac ? run<LANES, true, true, true> : run<LANES, false, true, true>;
+  if (splice) return rac ? run<LANES, true, true, false> : run<LANES, false, true, false>;
+  return rac ? run<LANES, true, false, false> : run<LANES, false, false, false>;
+}
+
 // rows: bfloat16 [count, 8, 2 * K_BLOCKS], replaced by float16. mask, bits: [2, K_BLOCKS].
 extern "C" void compensate(u8* rows, float* scales, int count, int split, const u8* mask,
-                           const int* bits, float alpha, int rac, int splice, int lanes) {
+                           const int* bits, float alpha, int rac, int splice, int columns,
+                           int lanes) {
   const Compensation from = {mask, bits, K_BLOCKS, K_BLOCKS, alpha};
-  auto of = [&](auto one, auto two, auto four) {
-    (lanes == 1 ? one : lanes == 2 ? two : four)(rows, scales, count, split, from);
-  };
-  if (rac && splice)
-    of(run<1, true, true>, run<2, true, true>, run<4, true, true>);
-  else if (rac)
-    of(run<1, true, false>, run<2, true, false>, run<4, true, false>);
-  else if (splice)
-    of(run<1, false, true>, run<2, false, true>, run<4, false, true>);
-  else
-    of(run<1, false, false>, run<2, false, false>, run<4, false, false>);
+  const auto chosen = lanes == 1   ? form<1>(rac, splice, columns)
+                      : lanes == 2 ? form<2>(rac, splice, columns)
+                                   : form<4>(rac, splice, columns);
+  chosen(rows, scales, count, split, from);
 }
 
 // rows: 16-bit [count, 8, 2 * K_BLOCKS]; to target [count, 16 * K_BLOCKS] as stage_products does it.
@@ -115,4 +116,17 @@ extern "C" void in_order(u8* rows, u8* target, int count) {
   for (int row = 0; row < count; row++)
     for (int word = 0; word < K_BLOCKS; word++)
       store_in_order(target + row * ROW + word * 32, row * ROW + word * 4, K_BLOCKS * 4);
+}
+
+// rows: as in_order's; to target [count, 32] the channels [count, 32] of each row.
+extern "C" void gather(u8* rows, int count, const int* channels, u8* target) {
+  constexpr int BYTES = K_BLOCKS * 32;
+  std::vector<u8> row_and_list(BYTES + 64);
+  memory = row_and_list.data();
+  for (int row = 0; row < count; row++) {
+    memcpy(memory, rows + row * BYTES, BYTES);
+    for (int lane = 0; lane < 32; lane++)
+      gather_row<32, K_BLOCKS * 4>(0, BYTES, channels + row * 32, lane);
+    memcpy(target + row * 64, memory + BYTES, 64);
+  }
 }

@@ -55,6 +55,20 @@ DEVICE void store_in_order(u8* target, u32 source, u32 plane) {
   ((uint4*)target)[1] = make_uint4(second[0], second[1], second[2], second[3]);
 }
 
+// The values of COUNT channels (even; -1: 0) of a row of 16-bit values, in planes as above, to `target`
+// in the order of the list. One warp.
+template <int COUNT, int PLANE>
+DEVICE void gather_row(u32 row, u32 target, const int* channels, int lane) {
+  auto value = [&](int channel) {
+    if (channel < 0) return 0u;
+    const u32 pair = load_shared(row + (channel & 7) * PLANE + (channel >> 4) * 4);
+    return channel & 8 ? pair >> 16 : pair & 0xFFFFu;
+  };
+#pragma unroll 1
+  for (int pair = lane; pair < COUNT / 2; pair += 32)
+    store_shared(target + pair * 4, value(channels[2 * pair]) | value(channels[2 * pair + 1]) << 16);
+}
+
 DEVICE float power_of_two(int exponent) { return as_float((u32)(exponent + 127) << 23); }
 
 // What the elements of a row have in common.
@@ -87,9 +101,11 @@ struct RowScale {
 };
 
 // A lane's part of a block, words from `at` on. hot: the block's bits from the lane's first on.
-template <int PLANE, int LANES, bool RAC, bool SPLICE>
+// COLUMNS: hot channels become 0, as they have columns of their own; else they are folded.
+template <int PLANE, int LANES, bool RAC, bool SPLICE, bool COLUMNS>
 struct BlockPart {
   static constexpr int WORDS = 8 / LANES, STEP = LANES * PLANE;
+  static constexpr bool FOLD = SPLICE && !COLUMNS;
   u32 at, hot;
 
   // All ones where the elements of word i are hot.
@@ -105,10 +121,10 @@ struct BlockPart {
     for (int i = 0; i < WORDS; i++) {
       const u32 word = load_shared(at + i * STEP) & 0x7FFF7FFFu, halves = hot_halves(i);
       cold = larger_halves(cold, word & ~halves);
-      if (SPLICE) warm = larger_halves(warm, word & halves);
+      if (FOLD) warm = larger_halves(warm, word & halves);
     }
     cold = max(cold & 0xFFFFu, cold >> 16);
-    return SPLICE ? cold | max(warm << 16, warm & 0xFFFF0000u) : cold;
+    return FOLD ? cold | max(warm << 16, warm & 0xFFFF0000u) : cold;
   }
 
   // Hot elements to what the operand has in their place.
@@ -126,13 +142,13 @@ struct BlockPart {
 
   // By all lanes of a warp; those that have `write` store.
   DEVICE void quantize(const RowScale& row, bool chosen, float alpha, bool write) const {
-    if (SPLICE && write) fold_hot(row);
+    if (FOLD && write) fold_hot(row);
     u32 words[WORDS], folded[WORDS], largest = 0;
 #pragma unroll
     for (int i = 0; i < WORDS; i++) {
       const u32 word = load_shared(at + i * STEP), halves = hot_halves(i);
       words[i] = word & ~halves;
-      folded[i] = word & halves;
+      folded[i] = FOLD ? word & halves : 0;
       largest = larger_halves(largest, words[i] & 0x7FFF7FFFu);
     }
 #pragma unroll
@@ -167,7 +183,7 @@ struct BlockPart {
 #pragma unroll
     for (int i = 0; i < WORDS; i++) {
       float low = total[2 * i], high = total[2 * i + 1];
-      if (SPLICE) low = __fmul_rn(low, down), high = __fmul_rn(high, down);
+      if (FOLD) low = __fmul_rn(low, down), high = __fmul_rn(high, down);
       const u32 word = pack_fp16(low, high) | folded[i];
       if (write) store_shared(at + i * STEP, row.bad ? 0x7FFF7FFFu : word);
     }
@@ -177,10 +193,12 @@ struct BlockPart {
 // Quantize rows of ROW bytes in shared memory, by all threads: `rows` from `first` on, with maxima[0],
 // all 0, and lists[0], then `second_rows` from `second` on with maxima[1] and lists[1].
 // `finish(i, row, factor)` takes the factor of each row, by one thread. Ends with a barrier.
-template <int BLOCKS, int PLANE, int ROW, int LANES, bool RAC, bool SPLICE, typename Finish>
+template <int BLOCKS, int PLANE, int ROW, int LANES, bool RAC, bool SPLICE, bool COLUMNS,
+          typename Finish>
 DEVICE void quantize_rows(u32 first, int rows, u32 second, int second_rows, Maxima* maxima,
                           const Lists<BLOCKS>* lists, float alpha, Finish finish) {
   static_assert(BLOCKS % 8 == 0, "8 blocks that lie together are of one row");
+  constexpr bool FOLD = SPLICE && !COLUMNS;
   const int lane = threadIdx.x & 31, part = lane % LANES;
   const int blocks = (rows + second_rows) * BLOCKS;
   auto each = [&](auto run) {
@@ -191,7 +209,7 @@ DEVICE void quantize_rows(u32 first, int rows, u32 second, int second_rows, Maxi
       const int row = i ? place - rows : place;
       const u32 hot = SPLICE ? lists[i].hot[own] >> part : 0;
       const u32 at = (i ? second : first) + row * ROW + part * PLANE + own * 4;
-      run(BlockPart<PLANE, LANES, RAC, SPLICE>{at, hot}, i, row, own, item == block);
+      run(BlockPart<PLANE, LANES, RAC, SPLICE, COLUMNS>{at, hot}, i, row, own, item == block);
     }
   };
   each([&](auto block, int i, int row, int own, bool inside) {
@@ -201,12 +219,12 @@ DEVICE void quantize_rows(u32 first, int rows, u32 second, int second_rows, Maxi
       largest = larger_halves(largest, __shfl_xor_sync(~0u, largest, step));
     if (inside && lane % (8 * LANES) == 0) {
       atomicMax(&maxima[i].cold[row], largest & 0xFFFFu);
-      if (SPLICE) atomicMax(&maxima[i].hot[row], largest >> 16);
+      if (FOLD) atomicMax(&maxima[i].hot[row], largest >> 16);
     }
   });
   __syncthreads();  // rows are overwritten from here on
   each([&](auto block, int i, int row, int own, bool inside) {
-    const RowScale scale(maxima[i].cold[row], SPLICE ? maxima[i].hot[row] : 0);
+    const RowScale scale(maxima[i].cold[row], FOLD ? maxima[i].hot[row] : 0);
     const bool chosen = RAC && ((const u8*)lists[i].chosen)[own];
     block.quantize(scale, chosen, alpha, inside);
     if (inside && own == 0 && part == 0) finish(i, row, scale.factor());

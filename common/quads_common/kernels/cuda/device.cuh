@@ -39,6 +39,11 @@ DEVICE void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier) {
       : "memory");
 }
 
+// Global memory to the L2 cache; the address and the size are multiples of 16.
+DEVICE void bulk_prefetch(const void* source, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
 // Shared memory that ordinary stores wrote and the copy engine writes next, or the other way round.
 DEVICE void fence_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -48,6 +53,14 @@ DEVICE uint2 load_shared2(u32 address) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2 + %3];"
                : "=r"(v.x), "=r"(v.y)
                : "r"(address), "n"(OFFSET));
+  return v;
+}
+
+DEVICE uint4 load_shared4(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address));
   return v;
 }
 
@@ -87,6 +100,12 @@ DEVICE uint4 load_stream16(const void* p) {
   return v;
 }
 
+DEVICE uint2 load_stream8(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+
 DEVICE u32 load_stream2(const void* p) {
   u16 v;
   asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(v) : "l"(p));
@@ -103,6 +122,10 @@ template <typename T>
 DEVICE void keep_inside(T& value) {
   asm volatile("" : "+r"(value));
 }
+
+// Addresses at constant distances from this one are computed by the loads: the compiler would keep
+// some of them in registers.
+DEVICE void keep_base(const u8*& pointer) { asm volatile("" : "+l"(pointer)); }
 
 // ---- numbers
 

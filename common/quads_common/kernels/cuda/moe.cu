@@ -11,8 +11,10 @@
 // spread K over several warps. The rounding points are those of `quads_common.moe`.
 //
 // Compiled for one shape: HIDDEN and INNER (multiples of 128), FORMAT (BF16 or FP16), WITH_RAC and
-// WITH_SPLICE (0 or 1): what compensates GEMM2's input.
+// WITH_SPLICE (0 or 1): what compensates GEMM2's input; COLUMNS13 and COLUMNS2 (multiples of 16): how
+// many hot channels of the GEMMs' inputs have BF16 columns. With COLUMNS2 there is WITH_SPLICE.
 #include "device.cuh"
+#include "columns.cuh"
 #include "routes.cuh"
 #include "compensate.cuh"
 
@@ -39,18 +41,24 @@ struct MoeArguments {
   int rows;                // that fit in shared memory: a multiple of 8
   float limit;             // SwiGLU's clamp, infinity for none
   Compensation compensation;  // of GEMM2's input
+  Columns columns;
 };
 
 static_assert(sizeof(MoeArguments) == ARGUMENT_BYTES, "the launcher knows another structure");
+static_assert(COLUMNS13 % 16 == 0 && COLUMNS13 <= MAX_COLUMNS);
+static_assert(COLUMNS2 % 16 == 0 && COLUMNS2 <= MAX_COLUMNS && (WITH_SPLICE || COLUMNS2 == 0));
+static_assert(FORMAT == FP16 || COLUMNS13 + COLUMNS2 == 0, "rows are not scaled without FP4");
 
 constexpr int CODE_TILE = 2048, SCALE_TILE = 256;
 constexpr int UP_STRIPS = INNER / 16, DOWN_STRIPS = HIDDEN / 32;
 
-// Operands in shared memory. Planes of the layer's input are padded to 32 elements. 32 bytes between
-// rows, so that the 16 lanes that read 8 bytes at a time fall on different banks.
+// Rows in shared memory: operand, then hot values. Planes of the layer's input are padded to 32
+// elements.
 constexpr int X_PLANE = (HIDDEN + 255) / 256 * 64, PRODUCT_PLANE = INNER / 4;
 constexpr int X_BYTES = 8 * X_PLANE, PRODUCT_BYTES = 8 * PRODUCT_PLANE;
-constexpr int X_ROW = X_BYTES + 32, PRODUCT_ROW = PRODUCT_BYTES + 32;
+constexpr int X_ROW = X_BYTES + row_end(COLUMNS13), PRODUCT_ROW = PRODUCT_BYTES + row_end(COLUMNS2);
+// What the copy engine brings of a row.
+constexpr int X_FETCHED = X_BYTES + 2 * COLUMNS13;
 
 template <int N>
 struct Constant {
@@ -64,6 +72,7 @@ struct Slots {
   float gate_up_factor[MAX_ROWS];
   float down_factor[MAX_ROWS];
   float router[MAX_ROWS];
+  int channels[COLUMNS2 ? COLUMNS2 : 1];  // of GEMM2's input, of the block's expert
 };
 
 // One stage of weights in registers: 32 rows of 128 of K; a lane has two blocks of 4 rows.
@@ -71,6 +80,9 @@ struct Stage {
   uint4 codes[4];
   u32 scales[4];
 };
+
+template <bool DOWN>
+constexpr int STAGES = (DOWN ? INNER : HIDDEN) / 128;
 
 // Where a lane reads its part of a stage: 16 bytes of each 512 codes, 2 bytes of each 64 scales, so
 // one offset in units of (16, 2) bytes serves both.
@@ -152,6 +164,71 @@ DEVICE void multiply_strip(const MoeArguments& A, float (&acc)[2][TILES][4], Sta
   }
 }
 
+// A whole sum in final units; what columns were added to is there.
+template <bool COLUMNS>
+DEVICE float in_units(float sum, float factor) {
+  return COLUMNS ? sum : __fmul_rn(sum * undo<FORMAT>(), factor);
+}
+
+// The BF16 columns of a strip. Where registers allow, a lane loads its part before the strip's main
+// loop; else the strip's rows go to the L2 cache then.
+template <bool DOWN, int TILES>
+struct StripColumns {
+  static constexpr int COUNT = DOWN ? COLUMNS2 : COLUMNS13, BYTES = 2 * COUNT;
+  static constexpr int FIRST = COUNT < 64 ? COUNT : 64, REST = COUNT - FIRST;
+  static constexpr bool EARLY = TILES <= 2;
+  // See finish_up and finish_down.
+  static constexpr int LOW = DOWN ? BYTES : 8 * BYTES, HIGH = DOWN ? 2 * BYTES : INNER * BYTES;
+  template <int PART>
+  using Part = ColumnPart<PART, LOW, HIGH, 8 * (DOWN ? PRODUCT_ROW : X_ROW)>;
+  Part<FIRST> first;
+
+  // Of place `place` of a strip, up to 15.
+  static DEVICE const u8* row(const MoeArguments& A, int expert, int strip, int place) {
+    if (DOWN) return A.columns.w2 + (u64)(expert * HIDDEN + strip * 32 + place * 4) * BYTES;
+    return A.columns.w13 + (u64)(expert * 2 * INNER + strip * 16 + place) * BYTES;
+  }
+
+  DEVICE void start(const MoeArguments& A, int expert, int strip, int lane) {
+    if constexpr (COUNT > 0) {
+      if (EARLY) first.load(row(A, expert, strip, lane >> 2), lane & 3);
+      if (!EARLY || REST > 0) {
+        const u8* rows = row(A, expert, strip, 0);
+        if (lane < (DOWN ? 1 : 2)) bulk_prefetch(rows + lane * HIGH, (DOWN ? 32 : 16) * BYTES);
+      }
+    }
+  }
+
+  // acc, a strip's whole sums, to final units; += columns x hot values. hot: shared address of those
+  // of this lane's slot.
+  DEVICE void add(const MoeArguments& A, float (&acc)[2][TILES][4], const Slots& slots, int expert,
+                  int strip, int lane, u32 hot) {
+    if constexpr (COUNT > 0) {
+      const u8* rows = row(A, expert, strip, lane >> 2);
+      const int t = lane & 3;
+      if (!EARLY) first.load(rows, t);
+#pragma unroll
+      for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+          const int slot = n * 8 + 2 * t + c;
+          const float factor = DOWN ? slots.down_factor[slot] : slots.gate_up_factor[slot];
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            float& sum = acc[i >> 1][n][2 * (i & 1) + c];
+            sum = in_units<false>(sum, factor);
+          }
+        }
+      first.multiply(acc, hot, t);
+      if constexpr (REST > 0) {
+        Part<REST> rest;
+        rest.load(rows + 2 * FIRST, t);
+        rest.multiply(acc, hot + 2 * FIRST, t);
+      }
+    }
+  }
+};
+
 DEVICE float silu_and_multiply(float gate, float up, float limit) {
   // Comparisons, not min and max, keep NaN.
   gate = gate > limit ? limit : gate;
@@ -175,7 +252,7 @@ DEVICE void finish_up(const MoeArguments& A, const float (&acc)[2][TILES][4], co
         float y[4];
 #pragma unroll
         for (int i = 0; i < 4; i++)
-          y[i] = round_bf16(__fmul_rn(acc[i >> 1][n][2 * (i & 1) + c] * undo<FORMAT>(), factor));
+          y[i] = round_bf16(in_units<COLUMNS13 != 0>(acc[i >> 1][n][2 * (i & 1) + c], factor));
         const u32 pair = pack_bf16(silu_and_multiply(y[0], y[2], A.limit),
                                    silu_and_multiply(y[1], y[3], A.limit));
         const u32 offset = g * PRODUCT_PLANE + strip * 4;
@@ -205,8 +282,7 @@ DEVICE void finish_down(const MoeArguments& A, const float (&acc)[2][TILES][4], 
         float y[4];
 #pragma unroll
         for (int i = 0; i < 4; i++)
-          y[i] = __fmul_rn(__fmul_rn(acc[i >> 1][n][2 * (i & 1) + c] * undo<FORMAT>(), factor),
-                           router);
+          y[i] = __fmul_rn(in_units<COLUMNS2 != 0>(acc[i >> 1][n][2 * (i & 1) + c], factor), router);
         float4* target = (float4*)(A.out + (u64)slots.ids[slot] * HIDDEN + strip * 32 + g * 4);
         *target = make_float4(y[0], y[1], y[2], y[3]);
       }
@@ -224,6 +300,9 @@ DEVICE void fetch_rows(const MoeArguments& A, const Block& block, Slots& slots, 
     const int slot = block.slots[tid], token = slot / A.routes.top_k;
     const u8* source = DOWN ? A.product + (u64)slot * BYTES : A.x + (u64)token * BYTES;
     bulk_copy(target + tid * ROW, source, BYTES, barrier);
+    if (!DOWN && COLUMNS13 > 0)
+      bulk_copy(target + tid * ROW + BYTES, A.columns.hot + (u64)token * (2 * COLUMNS13),
+                2 * COLUMNS13, barrier);
     slots.ids[tid] = slot;
     const int place = A.sample_map ? A.sample_map[token] : -1;
     slots.staged[tid] = place < 0 ? -1 : place * A.routes.top_k + slot % A.routes.top_k;
@@ -232,6 +311,8 @@ DEVICE void fetch_rows(const MoeArguments& A, const Block& block, Slots& slots, 
     slots.down_factor[tid] = A.w2_global[block.expert];  // times the row's scale, if quantized
     slots.router[tid] = A.router ? A.router[slot] : 1.0f;
   }
+  if (COLUMNS2 > 0 && tid < COLUMNS2)
+    slots.channels[tid] = A.columns.channels[block.expert * A.columns.channels_stride + tid];
 }
 
 #ifdef INSPECT
@@ -261,11 +342,28 @@ DEVICE void stage_products(const MoeArguments& A, const Block& block, const Slot
 
 using ProductLists = Lists<INNER / 16>;
 
+// The lists behind `rows` bytes of rows; the address is computed anew each time.
+DEVICE ProductLists* lists_at(u8* memory, int rows) {
+  keep_inside(rows);
+  return (ProductLists*)(memory + rows);
+}
+
+// The products of hot channels to behind their rows, a warp a row; before a row is overwritten.
+DEVICE void gather_hot(const Block& block, const Slots& slots, u32 products, int warp, int lane) {
+  if (COLUMNS2 > 0) {
+#pragma unroll 1
+    for (int row = warp; row < block.rows; row += WARPS) {
+      const u32 at = products + row * PRODUCT_ROW;
+      gather_row<COLUMNS2, PRODUCT_PLANE>(at, at + PRODUCT_BYTES, slots.channels, lane);
+    }
+  }
+}
+
 // Quantize the products of a block, or of two. Begins and ends with what all threads see.
 template <int LANES>
 DEVICE void quantize_products(const MoeArguments& A, const Block* block, Slots* slots, Maxima* maxima,
                               const ProductLists* lists, u32 first, u32 second, bool two) {
-  quantize_rows<INNER / 16, PRODUCT_PLANE, PRODUCT_ROW, LANES, WITH_RAC, WITH_SPLICE>(
+  quantize_rows<INNER / 16, PRODUCT_PLANE, PRODUCT_ROW, LANES, WITH_RAC, WITH_SPLICE, COLUMNS2 != 0>(
       first, block[0].rows, second, two ? block[1].rows : 0, maxima, lists, A.compensation.alpha,
       [&](int i, int row, float factor) {
         slots[i].down_factor[row] = __fmul_rn(factor, slots[i].down_factor[row]);
@@ -315,9 +413,6 @@ DEVICE void by_tiles(int rows, Run run) {
     run(Constant<4>());
 }
 
-template <bool DOWN>
-constexpr int STAGES = (DOWN ? INNER : HIDDEN) / 128;
-
 // First unit of a strip of an expert, for this lane.
 template <bool DOWN>
 DEVICE u32 strip_offset(int expert, int strip, int lane) {
@@ -332,38 +427,47 @@ DEVICE void both_halves(const MoeArguments& A) {
   __shared__ Block block;
   __shared__ Slots slots;
   __shared__ Maxima maxima;
+  __shared__ int next_block;
   __shared__ __align__(8) u64 barrier_memory;
-  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-  const u32 x = shared_address(memory), products = x + A.rows * X_ROW;
-  const u32 lane_x = x + (lane >> 2) * X_ROW + (lane & 3) * 8;
-  const u32 lane_products = products + (lane >> 2) * PRODUCT_ROW + (lane & 3) * 8;
-  ProductLists& lists = *(ProductLists*)(memory + A.rows * (X_ROW + PRODUCT_ROW));
+  const int tid = threadIdx.x, warp = tid >> 5;
+  int lane = tid & 31;
+  u32 x = shared_address(memory);
   const u32 barrier = shared_address(&barrier_memory);
   if (tid == 0) barrier_init(barrier, 1);
+  if (tid == 0) next_block = blockIdx.x;  // in shared memory: registers are short below
   let_next_kernel_start();
   place_experts(A.routes, routing);  // the routes are older than the kernel in front
-  u32 phase = 0;
-  for (int b = blockIdx.x; b < routing.blocks; b += gridDim.x) {
+  while (true) {
+    keep_inside(x);
+    keep_inside(lane);
+    const u32 products = x + A.rows * X_ROW;
     fence_copy_engine();
     __syncthreads();
+    const int b = next_block;
+    if (b >= routing.blocks) return;
     gather_block(A.routes, b, routing, block);
-    lists.fetch<WITH_RAC, WITH_SPLICE>(A.compensation, block.expert);
+    if (tid == 0) next_block = b + gridDim.x;  // all have read it
+    lists_at(memory, A.rows * (X_ROW + PRODUCT_ROW))
+        ->fetch<WITH_RAC, WITH_SPLICE>(A.compensation, block.expert);
     Stage current;
     load_stage<false>(A, strip_offset<false>(block.expert, min(warp, UP_STRIPS - 1), lane), current);
     if (b == blockIdx.x) wait_for_previous_kernel();
-    if (tid == 0) barrier_expect(barrier, block.rows * X_BYTES);
+    if (tid == 0) barrier_expect(barrier, block.rows * X_FETCHED);
     fetch_rows<false>(A, block, slots, maxima, x, barrier);
     __syncthreads();
-    barrier_wait(barrier, phase);
-    phase ^= 1;
+    barrier_wait(barrier, b / gridDim.x & 1);  // one phase a round
     by_tiles(block.rows, [&](auto tiles) {
       constexpr int TILES = decltype(tiles)::value;
       float acc[2][TILES][4];
       for (int strip = warp; strip < UP_STRIPS; strip += WARPS) {
         const int next = min(strip + WARPS, UP_STRIPS - 1);
+        const u32 row = x + (lane >> 2) * X_ROW;
+        StripColumns<false, TILES> columns;
+        columns.start(A, block.expert, strip, lane);
         multiply_strip<false, TILES, STAGES<false>>(
             A, acc, current, strip_offset<false>(block.expert, strip, lane),
-            strip_offset<false>(block.expert, next, lane), lane_x);
+            strip_offset<false>(block.expert, next, lane), row + (lane & 3) * 8);
+        columns.add(A, acc, slots, block.expert, strip, lane, row + X_BYTES);
         finish_up<TILES>(A, acc, slots, block.rows, strip, lane, [&](int slot, int at, u32 pair) {
           store_shared(products + slot * PRODUCT_ROW + at, pair);
         });
@@ -377,16 +481,22 @@ DEVICE void both_halves(const MoeArguments& A) {
 #endif
     if (FORMAT == FP16) {
       if (A.sample_map) stage_products(A, block, slots, products, warp, lane);
-      quantize_products<1>(A, &block, &slots, &maxima, &lists, products, 0, false);
+      gather_hot(block, slots, products, warp, lane);
+      quantize_products<1>(A, &block, &slots, &maxima,
+                           lists_at(memory, A.rows * (X_ROW + PRODUCT_ROW)), products, 0, false);
     }
     by_tiles(block.rows, [&](auto tiles) {
       constexpr int TILES = decltype(tiles)::value;
       float acc[2][TILES][4];
       for (int strip = warp; strip < DOWN_STRIPS; strip += WARPS) {
         const int next = min(strip + WARPS, DOWN_STRIPS - 1);
+        const u32 row = products + (lane >> 2) * PRODUCT_ROW;
+        StripColumns<true, TILES> columns;
+        columns.start(A, block.expert, strip, lane);
         multiply_strip<true, TILES, STAGES<true>>(
             A, acc, current, strip_offset<true>(block.expert, strip, lane),
-            strip_offset<true>(block.expert, next, lane), lane_products);
+            strip_offset<true>(block.expert, next, lane), row + (lane & 3) * 8);
+        columns.add(A, acc, slots, block.expert, strip, lane, row + PRODUCT_BYTES);
         finish_down<TILES>(A, acc, slots, block.rows, strip, lane);
       }
     });
@@ -423,6 +533,7 @@ struct Work {
 template <bool DOWN, bool FEW>
 DEVICE void one_half(const MoeArguments& A) {
   constexpr int BYTES = DOWN ? PRODUCT_BYTES : X_BYTES, ROW = DOWN ? PRODUCT_ROW : X_ROW;
+  constexpr int FETCHED = DOWN ? PRODUCT_BYTES : X_FETCHED;
   constexpr int STRIPS = DOWN ? DOWN_STRIPS : UP_STRIPS;
   constexpr int SPLIT = PARTS<DOWN, FEW>, TEAMS = WARPS / SPLIT, SHARE = STAGES<DOWN> / SPLIT;
   extern __shared__ __align__(128) u8 memory[];
@@ -437,7 +548,6 @@ DEVICE void one_half(const MoeArguments& A) {
   const int team = warp / SPLIT, part = warp % SPLIT;
   const u32 part_offset = part * SHARE * STAGE_UNITS;
   u32 x = shared_address(memory);
-  ProductLists* lists = (ProductLists*)(memory + A.rows * ROW);  // with DOWN
   const u32 barrier = shared_address(&barrier_memory);
   if (tid == 0) barrier_init(barrier, 1);
   let_next_kernel_start();
@@ -483,12 +593,12 @@ DEVICE void one_half(const MoeArguments& A) {
     __syncthreads();
     if (DOWN)
       for (int i = 0; i <= work.two(); i++)
-        lists[i].fetch<WITH_RAC, WITH_SPLICE>(A.compensation, block[i].expert);
+        lists_at(memory, A.rows * ROW)[i].fetch<WITH_RAC, WITH_SPLICE>(A.compensation, block[i].expert);
     Stage current;
     load_stage<DOWN>(A, work.offset<DOWN>(block, work.begin + team, lane) + part_offset, current);
     if (!started) wait_for_previous_kernel();
     if (tid == 0)
-      barrier_expect(barrier, (block[0].rows + (work.two() ? block[1].rows : 0)) * BYTES);
+      barrier_expect(barrier, (block[0].rows + (work.two() ? block[1].rows : 0)) * FETCHED);
     fetch_rows<DOWN>(A, block[0], slots[0], maxima[0], x, barrier);
     if (work.two())
       fetch_rows<DOWN>(A, block[1], slots[1], maxima[1], x + work.second_row * ROW, barrier);
@@ -502,7 +612,10 @@ DEVICE void one_half(const MoeArguments& A) {
       if (A.sample_map && work.begin % STRIPS == 0)
         stage_products(A, block[0], slots[0], x, warp, lane);
       if (A.sample_map && work.two()) stage_products(A, block[1], slots[1], second, warp, lane);
-      quantize_products<FEW ? 4 : 2>(A, block, slots, maxima, lists, x, second, work.two());
+      gather_hot(block[0], slots[0], x, warp, lane);
+      if (work.two()) gather_hot(block[1], slots[1], second, warp, lane);
+      quantize_products<FEW ? 4 : 2>(A, block, slots, maxima, lists_at(memory, A.rows * ROW), x,
+                                     second, work.two());
     }
     auto run = [&](auto tiles) {
       constexpr int TILES = decltype(tiles)::value;
@@ -511,8 +624,11 @@ DEVICE void one_half(const MoeArguments& A) {
         float acc[2][TILES][4];
         const bool inside = !FEW || (strip < work.end && team < TEAMS);
         const int i = inside && strip >= work.split;
+        const int own = strip - work.split + (i ? 0 : STRIPS);
+        const int row = (i ? work.second_row : 0) + (lane >> 2);
+        StripColumns<DOWN, TILES> columns;
         if (inside) {
-          const int row = (i ? work.second_row : 0) + (lane >> 2);
+          if (part == 0) columns.start(A, block[i].expert, own, lane);
           multiply_strip<DOWN, TILES, SHARE>(
               A, acc, current, work.offset<DOWN>(block, strip, lane) + part_offset,
               work.offset<DOWN>(block, strip + TEAMS, lane) + part_offset,
@@ -520,7 +636,7 @@ DEVICE void one_half(const MoeArguments& A) {
         }
         if constexpr (SPLIT > 1) sum_parts<SPLIT, TILES>(acc, inside, warp, lane);
         if (inside && part == 0) {
-          const int own = strip - work.split + (i ? 0 : STRIPS);
+          columns.add(A, acc, slots[i], block[i].expert, own, lane, x + row * ROW + BYTES);
           if constexpr (DOWN)
             finish_down<TILES>(A, acc, slots[i], block[i].rows, own, lane);
           else

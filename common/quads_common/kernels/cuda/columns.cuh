@@ -1,0 +1,75 @@
+// BF16 columns of hot channels: a thin product onto accumulators that are in final units already.
+// After device.cuh, whose functions it uses.
+#pragma once
+
+struct Columns {
+  const u8* w13;        // bfloat16 [E, 2I, COLUMNS13]; null with COLUMNS13 = 0
+  const u8* hot;        // bfloat16 [T, COLUMNS13]: the hot channels of the layer's input
+  const u8* w2;         // bfloat16 [E, H, COLUMNS2]
+  const int* channels;  // [lists, COLUMNS2]: those of GEMM2's input, -1 for none
+  int channels_stride;  // 0: one list for all experts
+};
+
+constexpr int MAX_COLUMNS = 128;
+
+// What a row in shared memory has behind its operand: hot values, and what makes rows start 32 or 96
+// bytes apart, modulo 128, so that the 16 lanes that read 8 bytes at a time fall on different banks.
+constexpr int row_end(int columns) { return 2 * columns + (columns % 32 == 0 ? 32 : 0); }
+
+// COUNT columns, a multiple of 16, of a lane's four weight rows, whose places in a strip are g, g + 8,
+// g + 16 and g + 24. Of every 32 columns lane t of a quad has 8 that follow each other, of 16 that are
+// left over 4; the hot values are read likewise, and a sum may take K in any order.
+//
+// Row i begins (i & 1) * LOW + (i >> 1) * HIGH bytes behind the first. In shared memory the hot values
+// of 8 slots further are GROUP bytes behind.
+template <int COUNT, int LOW, int HIGH, int GROUP>
+struct ColumnPart {
+  static constexpr int WHOLE = COUNT / 32, LEFT = COUNT % 32;
+  uint4 whole[WHOLE ? WHOLE : 1][4];
+  uint2 left[4];
+
+  DEVICE void load(const u8* rows, int t) {
+    const u8 *mine = rows + t * 16, *mine_left = rows + t * 8 + WHOLE * 64;
+    keep_base(mine);
+#pragma unroll
+    for (int w = 0; w < WHOLE; w++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        whole[w][i] = load_stream16(mine + (i & 1) * LOW + (i >> 1) * HIGH + w * 64);
+    if constexpr (LEFT > 0) {
+      keep_base(mine_left);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        left[i] = load_stream8(mine_left + (i & 1) * LOW + (i >> 1) * HIGH);
+    }
+  }
+
+  // acc += columns x hot values. hot: shared address of those of this lane's slot.
+  template <int TILES>
+  DEVICE void multiply(float (&acc)[2][TILES][4], u32 hot, int t) const {
+#pragma unroll
+    for (int w = 0; w < WHOLE; w++)
+#pragma unroll
+      for (int n = 0; n < TILES; n++) {
+        const uint4 b = load_shared4(hot + t * 16 + w * 64 + n * GROUP);
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+          const uint4 low = whole[w][2 * m], high = whole[w][2 * m + 1];
+          const u32 first[4] = {low.x, high.x, low.y, high.y};
+          const u32 second[4] = {low.z, high.z, low.w, high.w};
+          mma<BF16>(acc[m][n], first, b.x, b.y);
+          mma<BF16>(acc[m][n], second, b.z, b.w);
+        }
+      }
+    if constexpr (LEFT > 0)
+#pragma unroll
+      for (int n = 0; n < TILES; n++) {
+        const uint2 b = load_shared2<0>(hot + t * 8 + WHOLE * 64 + n * GROUP);
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+          const u32 a[4] = {left[2 * m].x, left[2 * m + 1].x, left[2 * m].y, left[2 * m + 1].y};
+          mma<BF16>(acc[m][n], a, b.x, b.y);
+        }
+      }
+  }
+};
