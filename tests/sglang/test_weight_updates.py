@@ -17,6 +17,11 @@ from tests.sglang.engine import run_engine
 pytestmark = pytest.mark.sglang
 
 UPDATES = 20
+# Faster to emulate; updates of compensated engines are in ``test_compensation*``.
+PLAIN = {
+    "quantization": "quads_nvfp4",
+    "json_model_override_args": '{"quantization_config": {"method": "nvfp4"}}',
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +36,7 @@ def moe(arith_moe, second_checkpoint, tmp_path_factory):
         ("memory", "memory", [first, second, UPDATES]),
         ("release", "release", [first, second]),
     ]
-    return run_engine(tmp_path_factory.mktemp("moe"), arith_moe, probes, quantization="quads_nvfp4")
+    return run_engine(tmp_path_factory.mktemp("moe"), arith_moe, probes, **PLAIN)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +59,7 @@ def fresh(second_checkpoint, tmp_path_factory):
 def linears(dense, second_dense, tmp_path_factory):
     """The engine on the dense model."""
     probes = [("matrix", "matrix", [str(dense), str(second_dense), False])]
-    return run_engine(tmp_path_factory.mktemp("dense"), dense, probes, quantization="quads_nvfp4")
+    return run_engine(tmp_path_factory.mktemp("dense"), dense, probes, **PLAIN)
 
 
 def check_matrix(matrix, cases):
