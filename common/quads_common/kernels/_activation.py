@@ -31,6 +31,7 @@ neg.f32 r, r;
 fma.rn.f32 $0, r, s, q;
 }""")
 
+
 @triton.jit
 def sigmoid(x):
     return tl.math.div_rn(1.0, 1.0 + tl.exp(-x))
