@@ -107,7 +107,8 @@ class Weight:
     with_amax: bool
 
     def __str__(self) -> str:
-        return f"weight {self.experts}x{self.n}x{self.k}{'' if self.with_amax else ' with its amax'}"
+        name = f"weight {self.experts}x{self.n}x{self.k}"
+        return name if self.with_amax else f"{name} with its amax"
 
     @property
     def nbytes(self) -> int:

@@ -63,6 +63,7 @@ GROUPS = {
     "storage": compare_quantize.weight_storage,
     "tokens": compare_quantize.tokens,
     "activations": compare_quantize.activations,
+    "odd addresses": compare_quantize.odd_addresses,
     "fast silu": compare_activation.fast_silu,
     "units": compare_units.units,
     "tiled units": compare_units.tiled_units,

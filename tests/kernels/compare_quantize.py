@@ -114,6 +114,25 @@ def tokens(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
         yield f"tokens {name}", ok and wrong == 0 and padding == 0, f"{text}, operands {wrong}"
 
 
+def odd_addresses(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
+    """Rows that start anywhere, and packed codes too."""
+    generator = torch.Generator().manual_seed(4)
+    whole = torch.randn((3, 20, 131), generator=generator)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = whole.to(device, dtype)[:, :, 3:115]
+        want = quantize_torch(x.cpu())
+        yield f"weight at odd addresses {dtype}", *same(quantize_triton(x), want)
+        packed = torch.zeros((3, 20, 61), dtype=torch.uint8, device=device)[:, :, 5:]
+        scale = torch.zeros((3, 20, 9), dtype=torch.uint8, device=device)[:, :, 2:]
+        total = torch.zeros(3, device=device)
+        quantize_weight_into(x, packed, scale.view(torch.float8_e4m3fn), total)
+        got = QuantizedTensor(packed, scale.view(torch.float8_e4m3fn), total)
+        yield f"weight to odd addresses {dtype}", *same(got, want)
+        want = quantize_torch(x[0].cpu(), per_token=True)
+        got = quantize_rows(x[0], packed=True).quantized
+        yield f"tokens at odd addresses {dtype}", *same(got, want)
+
+
 def bad_rows(x: torch.Tensor) -> torch.Tensor:
     return ~x.isfinite().all(dim=1)
 

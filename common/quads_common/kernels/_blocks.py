@@ -56,7 +56,7 @@ def load_quads(pointer, inside, QUADS: tl.constexpr):
     at = pointer.to(tl.pointer_type(tl.int32))[:, :, None] + tl.arange(0, 4)[None, None, :]
     quads = ()
     for i in tl.static_range(QUADS):
-        quads = quads + (tl.load(at + 4 * i, mask=inside[:, :, None], other=0),)
+        quads += (tl.load(at + 4 * i, mask=inside[:, :, None], other=0),)
     return quads
 
 
@@ -75,15 +75,15 @@ def load_block(pointer, inside, WIDE: tl.constexpr):
         mask = inside[:, :, None]
         x = ()
         for i in tl.static_range(4):
-            x = x + (tl.load(at + (i // 2 * 8 + i % 2), mask=mask, other=0.0).to(tl.float32),)
+            x += (tl.load(at + (i // 2 * 8 + i % 2), mask=mask, other=0.0).to(tl.float32),)
         block = hold(x, dtype, False)
     return block
 
 
 @triton.jit
-def widen(word, DTYPE: tl.constexpr):
+def widen(word, dtype: tl.constexpr):
     """A word's two elements as float32."""
-    if DTYPE == tl.bfloat16:
+    if dtype == tl.bfloat16:
         low, high = as_float(word << 16), as_float(word & HIGH)
     else:
         low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -92,38 +92,48 @@ def widen(word, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def narrow(low, high, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """Two float32 elements rounded to DTYPE, as a word. PTX: in one instruction."""
+def load_interleaved(pointer, inside):
+    """Elements of two tiles whose columns, of 16 bits, alternate. Pointers as of ``load_quads``."""
+    quads = load_quads(pointer, inside, 4)
+    dtype: tl.constexpr = pointer.dtype.element_ty
+    even, odd = (), ()
+    for i in tl.static_range(2):
+        first, next_first = widen(quads[2 * i], dtype)
+        second, next_second = widen(quads[2 * i + 1], dtype)
+        even += even_odd(first, second)
+        odd += even_odd(next_first, next_second)
+    return even, odd
+
+
+@triton.jit
+def narrow(low, high, dtype: tl.constexpr, PTX: tl.constexpr):
+    """Two float32 elements rounded to dtype, as a word. PTX: in one instruction."""
     if PTX:
         word = tl.inline_asm_elementwise(
-            ROUND_BF16 if DTYPE == tl.bfloat16 else ROUND_FP16, "=r,r,r", [low, high],
+            ROUND_BF16 if dtype == tl.bfloat16 else ROUND_FP16, "=r,r,r", [low, high],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        low = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        high = high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        low = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        high = high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16
         word = low | high
     return word
 
 
 @triton.jit
-def hold(x, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """Elements rounded to DTYPE, as they are kept."""
-    if DTYPE == tl.float32:
+def hold(x, dtype: tl.constexpr, PTX: tl.constexpr):
+    """Elements rounded to dtype, as they are kept."""
+    if dtype == tl.float32:
         block = x
     else:
-        block = narrow(x[0], x[1], DTYPE, PTX), narrow(x[2], x[3], DTYPE, PTX)
+        block = narrow(x[0], x[1], dtype, PTX), narrow(x[2], x[3], dtype, PTX)
     return block
 
 
 @triton.jit
-def elements(block, DTYPE: tl.constexpr):
+def elements(block, dtype: tl.constexpr):
     """The inverse of ``hold``."""
-    if DTYPE == tl.float32:
-        x = block
-    else:
-        x = widen(block[0], DTYPE) + widen(block[1], DTYPE)
-    return x
+    return block if dtype == tl.float32 else widen(block[0], dtype) + widen(block[1], dtype)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from quads_common.kernels._blocks import (
     elements,
     hold,
     load_block,
+    load_interleaved,
     quantized_pairs,
     store_block,
     store_codes,
@@ -177,17 +178,7 @@ def load_activations(
     """``load_rows`` as a tile of ``_blocks``. inside: [B, R]."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     pointer = x_ptr + (row[None, :] * stride_row + block[:, None] * 16)
-    if WIDE and ACTIVATION == "none" and not HAS_FACTOR:
-        result = load_block(pointer, inside, True)
-    elif WIDE and ACTIVATION == "silu":
-        gate = elements(load_block(pointer, inside, True), dtype)
-        up = elements(load_block(pointer + WIDTH, inside, True), dtype)
-        x = ()
-        for i in tl.static_range(4):
-            product = activate_gated(gate[i], up[i], limit, alpha, beta, ACTIVATION, HAS_LIMIT, PTX)
-            x = x + (product,)
-        result = hold(x, dtype, PTX)
-    else:
+    if not WIDE or (ACTIVATION == "swigluoai" and dtype == tl.float32):
         x = ()
         for i in tl.static_range(4):
             column = block[:, None] * 16 + (tl.arange(0, 4) * 2 + (i // 2 * 8 + i % 2))[None, :]
@@ -196,8 +187,29 @@ def load_activations(
                 tl.trans(inside)[:, :, None], WIDTH, limit, alpha, beta, ACTIVATION, HAS_LIMIT,
                 HAS_FACTOR,
             )  # fmt: skip
-            x = x + (tl.permute(part, (1, 0, 2)),)
+            x += (tl.permute(part, (1, 0, 2)),)
         result = hold(x, dtype, False)
+    elif ACTIVATION == "silu" or ACTIVATION == "swigluoai":
+        if ACTIVATION == "silu":
+            gate = elements(load_block(pointer, inside, True), dtype)
+            up = elements(load_block(pointer + WIDTH, inside, True), dtype)
+        else:
+            gate, up = load_interleaved(pointer + block[:, None] * 16, inside)
+        x = ()
+        for i in tl.static_range(4):
+            x += (activate_gated(gate[i], up[i], limit, alpha, beta, ACTIVATION, HAS_LIMIT, PTX),)
+        result = hold(x, dtype, PTX)
+    else:
+        result = load_block(pointer, inside, True)
+        if HAS_FACTOR:
+            factor = tl.load(factor_ptr + row).to(tl.float32)[None, :, None]
+        if HAS_FACTOR or ACTIVATION != "none":
+            source = elements(result, dtype)
+            x = ()
+            for i in tl.static_range(4):
+                part = source[i] * factor if HAS_FACTOR else source[i]
+                x += (activate_plain(part, ACTIVATION) if ACTIVATION != "none" else part,)
+            result = hold(x, dtype, PTX)
     return result
 
 
@@ -242,9 +254,9 @@ def quantize_rows_kernel(
         if PRODUCT:
             target = product_ptr + (row[None, :] * WIDTH + block[:, None] * 16)
             store_block(target, elements(x, dtype), inside)
-        blocks = blocks + (x,)
+        blocks += (x,)
         if QUANTIZE:
-            amaxes = amaxes + (block_amax_bits(elements(x, dtype)),)
+            amaxes += (block_amax_bits(elements(x, dtype)),)
     if QUANTIZE:
         amax = amaxes[0]
         for chunk in tl.static_range(1, CHUNKS):

@@ -183,7 +183,8 @@ class Tile:
 def row_tile(rows: int, width: int) -> Tile:
     """The tile of ``quantize_rows``, with ``chunks`` of ``blocks`` in a row.
 
-    Few rows: a block for each thread. Many: several, which share the work of a row.
+    Few rows: a block for each thread. Many: several, which share the work of a row. ``blocks`` is
+    a multiple of 16, so the tile covers the planes of an operand.
     """
     blocks = max(16, triton.cdiv(width, BLOCK_SIZE))
     if rows <= FEW_TILES:

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 from quads_common.kernels import _units, moe
+from quads_common.kernels import quantize as weight_kernels
+from quads_common.kernels import rows as row_kernels
 from quads_common.kernels.units import UnitQuantizer
 from quads_common.ops import quads_linear, quads_moe
 from quads_common.weight_units import Piece
@@ -25,6 +27,7 @@ GROUPS = [
     compare_quantize.weight_storage,
     compare_quantize.tokens,
     compare_quantize.activations,
+    compare_quantize.odd_addresses,
     compare_units.units,
     compare_units.tiled_units,
     compare_gemm.routing,
@@ -38,11 +41,29 @@ GROUPS = [
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 
+@pytest.fixture
+def large_tiles(monkeypatch):
+    """An operation of the interpreter takes as long for many elements as for few."""
+    monkeypatch.setattr(weight_kernels, "WEIGHT_THREADS", 512)
+    monkeypatch.setattr(weight_kernels, "WEIGHT_CHUNKS", 1)
+
+
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
-def test_kernels_equal_torch(group):
+def test_kernels_equal_torch(large_tiles, group):
     checks = list(group("cpu", SHAPES, True))
     failed = [f"{name}: {text}" for name, ok, text in checks if not ok]
     assert checks
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("group", [compare_quantize.tokens, compare_quantize.activations])
+def test_many_rows(monkeypatch, group):
+    """Rows of 41 and 17 blocks, in three and two chunks of 16."""
+    monkeypatch.setattr(row_kernels, "FEW_TILES", 0)
+    assert row_kernels.row_tile(1, 656) == row_kernels.Tile(8, 16, 3)
+    assert row_kernels.row_tile(1, 272) == row_kernels.Tile(8, 16, 2)
+    checks = list(group("cpu", {"chunks": (656, 272, 4, 2)}, True))
+    failed = [f"{name}: {text}" for name, ok, text in checks if not ok]
     assert not failed, "\n".join(failed)
 
 
