@@ -87,7 +87,7 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     if args.list:
-        print(*GROUPS)
+        print(*GROUPS, sep="\n")
         return 0
     if args.warm:
         warm(args.warm)
