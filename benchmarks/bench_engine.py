@@ -123,7 +123,18 @@ def run_mode(mode: str, folder: Path, arguments: argparse.Namespace) -> dict[str
         for sequences in arguments.sequences:
             result[str(sequences)] = step_time(llm, sequences, arguments.repeats)
             result[f"kernels {sequences}"] = kernels(llm, sequences)
+    if OPTIONS[mode].get("method", "nvfp4") != "nvfp4":
+        result["sampled"] = least_sampled(llm)
     return result
+
+
+def least_sampled(llm: Any) -> float:
+    """Of w13's inputs, the smallest share of the tokens that was counted: one of 64 is sampled."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    compensator = worker.vllm_config.quant_config.runtime.compensator
+    compensator.count_staged()
+    found = [s.statistics for s in compensator.states if s.site.kind == "w13"]
+    return min(float(stats.count.sum()) / float(stats.offered) for stats in found)
 
 
 def run_all(out: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -170,6 +181,11 @@ def show(results: dict[str, Any], sequences: list[int]) -> None:
         for mode, step in steps.items():
             busy = results[mode][f"kernels {count}"]["all"] / step
             print(f"{mode:16s} {step:7.2f} {count / step * 1e3:9.0f} {fp8 / step:5.2f} {busy:5.0%}")
+    for mode, result in results.items():
+        if "sampled" in result:
+            print(f"{mode}: counted at least 1 of {1 / max(result['sampled'], 1e-9):.1f} tokens")
+    for count in sequences:
+        steps = {mode: r[str(count)] for mode, r in results.items()}
         for mode in steps:
             top = list(results[mode][f"kernels {count}"].items())[1:9]
             print(f"{mode}: " + ", ".join(f"{k} {v:.2f}" for k, v in top))
