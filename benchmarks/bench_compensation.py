@@ -9,10 +9,11 @@ result that is far from the plain layer's is not timed. The quantizers and the s
 follow. ``tests/gpu/check_compensation_kernels.py`` compares results with the torch code.
 """
 
+import argparse
 import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -182,13 +183,13 @@ def warm(name: str) -> None:
     torch.cuda.synchronize()
 
 
-def timing() -> bool:
+def timing(backends: Sequence[str] = ("hopper", "triton")) -> bool:
     """The tables; a result that is far from the plain layer's is not timed."""
     layers = tile(make_layers(SHAPE, 3))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: us, and % over plain")
     print(f"byte floor of columns: {100 * column_bytes(layers[0]):+.1f} % of expert bytes")
-    ok = table("hopper", plain_hopper, HOPPER_VARIANTS, layers)
-    ok &= table("triton", plain, VARIANTS, layers)
+    tables = {"hopper": (plain_hopper, HOPPER_VARIANTS), "triton": (plain, VARIANTS)}
+    ok = all([table(backend, *tables[backend], layers) for backend in backends])
     rows_table(layers, timed=True)
     count_table(timed=True)
     return ok
@@ -297,4 +298,6 @@ WARM = [f"{b}:{n}" for b, names in (("hopper", HOPPER_VARIANTS), ("triton", VARI
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    sys.exit(0 if timing() else 1)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backends", nargs="+", default=["hopper", "triton"])
+    sys.exit(0 if timing(parser.parse_args().backends) else 1)
