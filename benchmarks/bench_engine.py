@@ -120,7 +120,7 @@ def run_mode(mode: str, folder: Path, arguments: argparse.Namespace) -> dict[str
     return result
 
 
-def run_all(out: Path, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def run_all(out: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Every mode in a process, one per GPU at a time; what fails shows its log's end."""
     import torch
 
@@ -188,7 +188,7 @@ def main() -> None:
         return
     folder.mkdir(exist_ok=True)
     write_model(folder, arguments.layers)
-    results = run_all(arguments.out, folder, arguments)
+    results = run_all(arguments.out, arguments)
     show(results, arguments.sequences)
     sys.exit(len(results) != len(arguments.modes))
 
