@@ -35,7 +35,6 @@ GROUPS: dict[str, Callable] = {
     "operands": compare_compensated_rows.operands,
     "linears": compare_compensated.gemms,
     "plain": compare_compensated.plain_layers,
-    "hopper": compare_hopper_compensated.hopper_layers,
     "tiled": compare_compensated.tiled_layers,
     "refreshes": compare_compensated.refreshes,
 }
@@ -43,6 +42,11 @@ GROUPS |= {
     f"layers-{count}": functools.partial(compare_compensated.layers, counts=(count,))
     for count in (1, 16, 128, 512)
 }
+GROUPS |= {
+    f"hopper {name}": functools.partial(compare_hopper_compensated.hopper_layers, names=(name,))
+    for name in compare_hopper_compensated.CASES | compare_hopper_compensated.COLUMN_CASES
+}
+HOPPER = [name for name in GROUPS if name.startswith("hopper ")]
 
 
 def run_group(name: str, device: str) -> bool:
@@ -83,12 +87,13 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     if args.list:
-        print(*GROUPS)
+        print(*GROUPS, sep="\n")
         return 0
     if args.warm:
         warm(args.warm)
         return 0
     parts = args.only or [*GROUPS, "timing"]
+    parts = [name for part in parts for name in (HOPPER if part == "hopper" else [part])]
     if unknown := set(parts) - {*GROUPS, "timing"}:
         parser.error(f"--only {sorted(unknown)} is none of {['timing', *GROUPS]}")
     if len(parts) == 1 and parts[0] != "timing":

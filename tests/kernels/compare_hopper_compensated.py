@@ -38,7 +38,10 @@ COLUMN_CASES = {
 }
 
 
-def hopper_layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
+def hopper_layers(
+    device: str, shapes: dict, quick: bool, names: tuple[str, ...] | None = None
+) -> Iterator[Check]:
+    """names: of the cases; None: all, or with ``quick`` those that differ most."""
     if device == "cpu" or torch.cuda.get_device_capability(device)[0] != 9:
         yield "hopper", True, "not run: this is no sm_90 GPU"
         return
@@ -49,7 +52,10 @@ def hopper_layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
     weights = [type(w)(*(t.to(device) for t in (w.packed, w.block_scale, w.global_scale)))
                for w in (w13, w2)]  # fmt: skip
     tiled = GATE_UP.tile(weights[0]), DOWN.tile(weights[1])
-    column_cases = dict(list(COLUMN_CASES.items())[: 2 if quick else None])
+    every = list((CASES | COLUMN_CASES).items())
+    cases = dict(every[: len(CASES) + 2 if quick else None])
+    if names is not None:
+        cases = {name: presets for name, presets in every if name in names}
     for tokens in (1, 5, 20) if quick else (1, 5, 100):
         x = hot_rows(tokens, hidden, generator, torch.bfloat16).to(device)
         ids = random_ids(tokens, top_k, experts, torch.Generator().manual_seed(tokens))
@@ -57,7 +63,7 @@ def hopper_layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
             ids[1, 0] = -1
         ids = ids.to(device)
         router = torch.rand(ids.shape, generator=generator).to(device)
-        for name, presets in (CASES | column_cases).items():
+        for name, presets in cases.items():
             lists = lists_of(presets, hidden, inner, experts, device)
             label = f"hopper {tokens} {name}"
             yield from one_layer(label, x, weights, tiled, router, ids, lists)
