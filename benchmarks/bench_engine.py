@@ -7,7 +7,7 @@ A model of Qwen3-30B-A3B's shape (48 layers, 128 experts, top-8), dummy weights,
 vLLM sets it, CUDA graphs of exactly the batches that are timed, experts chosen uniformly at random
 in every engine (vLLM's routing simulator: dummy weights would send all tokens to the same few).
 Needs vLLM, this package with its entry points, and one GPU; with several, one engine runs on each.
-Every engine is a process.
+Every engine is a process. ``--together``: all start at once on one GPU and are timed in turns.
 
 "step": milliseconds of a decode step, from the difference of two runs that differ in their output
 length only, median of ``--repeats``; "busy": the share of a decode-only stretch in which a kernel
@@ -25,6 +25,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.turns import ended, my_turn, turns_environment  # noqa: E402
+
 TOKENIZER = ROOT / "examples/models/arith-moe"
 PROMPT_TOKENS = 32
 SHORT, LONG = 16, 80  # output tokens of the two runs
@@ -110,45 +114,62 @@ def run_mode(mode: str, folder: Path, arguments: argparse.Namespace) -> dict[str
         str(folder), load_format="dummy", dtype="bfloat16", max_model_len=512, seed=0,
         max_num_seqs=max(arguments.sequences), max_num_batched_tokens=8192,
         compilation_config={"cudagraph_capture_sizes": arguments.sequences},
-        enable_prefix_caching=False, kv_cache_memory_bytes=16 << 30, disable_log_stats=True,
+        enable_prefix_caching=False, kv_cache_memory_bytes=4 << 30, disable_log_stats=True,
+        gpu_memory_utilization=0.1,  # only asked for at the start, as the cache's size is given
         **options,
     )  # fmt: skip
     result: dict[str, Any] = {}
-    for sequences in arguments.sequences:
-        result[str(sequences)] = step_time(llm, sequences, arguments.repeats)
-        result[f"kernels {sequences}"] = kernels(llm, sequences)
+    with my_turn(mode):
+        for sequences in arguments.sequences:
+            result[str(sequences)] = step_time(llm, sequences, arguments.repeats)
+            result[f"kernels {sequences}"] = kernels(llm, sequences)
+    if OPTIONS[mode].get("method", "nvfp4") != "nvfp4":
+        result["sampled"] = least_sampled(llm)
     return result
 
 
+def least_sampled(llm: Any) -> float:
+    """Of w13's inputs, the smallest share of the tokens that was counted: one of 64 is sampled."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    compensator = worker.vllm_config.quant_config.runtime.compensator
+    compensator.count_staged()
+    found = [s.statistics for s in compensator.states if s.site.kind == "w13"]
+    return min(float(stats.count.sum()) / float(stats.offered) for stats in found)
+
+
 def run_all(out: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Every mode in a process, one per GPU at a time; what fails shows its log's end."""
+    """Every mode in a process, one per GPU at a time or all; what fails shows its log's end."""
     import torch
 
-    gpus, waiting = torch.cuda.device_count(), list(arguments.modes)
+    together, waiting = arguments.together, list(arguments.modes)
+    turns = turns_environment(out / "turns", len(waiting)) if together else {}
+    places = range(len(waiting) if together else torch.cuda.device_count())
     running: dict[int, tuple[str, subprocess.Popen]] = {}
     results: dict[str, Any] = {}
     while waiting or running:
-        for gpu in range(gpus):
-            if gpu not in running and waiting:
+        for place in places:
+            if place not in running and waiting:
                 mode = waiting.pop(0)
                 log = (out / f"{mode}.log").open("w")
                 environment = {
-                    **os.environ, "CUDA_VISIBLE_DEVICES": str(gpu),
-                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                    **os.environ, **turns, "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
                 }  # fmt: skip
+                if not together:
+                    environment["CUDA_VISIBLE_DEVICES"] = str(place)
                 command = [sys.executable, __file__, str(out), "--part", mode, *sys.argv[2:]]
                 process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-                running[gpu] = (mode, process)
+                running[place] = (mode, process)
         time.sleep(0.2)
-        for gpu, (mode, process) in list(running.items()):
+        for place, (mode, process) in list(running.items()):
             if process.poll() is not None:
-                del running[gpu]
+                del running[place]
+                ended({**os.environ, **turns}, mode)
                 if process.returncode == 0:
                     results[mode] = json.loads((out / f"{mode}.json").read_text())
                 else:
                     print(f"FAIL {mode}\n{(out / f'{mode}.log').read_text()[-1500:]}", flush=True)
-    return results
+    return {mode: results[mode] for mode in arguments.modes if mode in results}
 
 
 def show(results: dict[str, Any], sequences: list[int]) -> None:
@@ -160,6 +181,11 @@ def show(results: dict[str, Any], sequences: list[int]) -> None:
         for mode, step in steps.items():
             busy = results[mode][f"kernels {count}"]["all"] / step
             print(f"{mode:16s} {step:7.2f} {count / step * 1e3:9.0f} {fp8 / step:5.2f} {busy:5.0%}")
+    for mode, result in results.items():
+        if "sampled" in result:
+            print(f"{mode}: counted at least 1 of {1 / max(result['sampled'], 1e-9):.1f} tokens")
+    for count in sequences:
+        steps = {mode: r[str(count)] for mode, r in results.items()}
         for mode in steps:
             top = list(results[mode][f"kernels {count}"].items())[1:9]
             print(f"{mode}: " + ", ".join(f"{k} {v:.2f}" for k, v in top))
@@ -175,6 +201,7 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--together", action="store_true", help="see turns.py")
     parser.add_argument("--part", choices=OPTIONS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.modes) - set(OPTIONS))

@@ -21,10 +21,15 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.turns import ended, my_turn, turns_environment  # noqa: E402
+
 PROMPT_TOKENS, VOCABULARY = 32, 8192
 SHORT, LONG = 16, 80  # output tokens of the two runs
 MODES: dict[str, dict[str, Any]] = {
@@ -46,7 +51,8 @@ OPTIONS = {
     "grammar_backend": "none",
     "disable_radix_cache": True,
     "skip_server_warmup": True,
-    "mem_fraction_static": 0.6,
+    "mem_fraction_static": 0.8,
+    "max_total_tokens": 65536,  # small: engines may share the GPU
     "context_length": 1024,
     "random_seed": 0,
 }
@@ -98,11 +104,14 @@ def run_mode(mode: str, folder: Path, sequences: list[int], repeats: int) -> dic
         section = {"act": options.pop("act", "nvfp4"), "method": options.pop("method", "nvfp4")}
         options["json_model_override_args"] = json.dumps({"quantization_config": section})
     llm = sglang.Engine(
-        model_path=str(folder), cuda_graph_max_bs_decode=max(sequences), **OPTIONS, **options
-    )
+        model_path=str(folder), cuda_graph_max_bs_decode=max(sequences),
+        port=31000 + 1500 * list(MODES).index(mode),  # others are searched above it
+        **OPTIONS, **options,
+    )  # fmt: skip
     result: dict[str, Any] = {"version": sglang.__version__}
-    for count in sequences:
-        result[str(count)] = step_time(llm, count, repeats)
+    with my_turn(f"sglang {mode}"):
+        for count in sequences:
+            result[str(count)] = step_time(llm, count, repeats)
     if options.get("quantization") == "quads_nvfp4":
         from sglang_quads import client
 
@@ -113,19 +122,28 @@ def run_mode(mode: str, folder: Path, sequences: list[int], repeats: int) -> dic
 
 def run_all(out: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Every mode in a process of its own; what fails shows the end of its log."""
-    results: dict[str, Any] = {}
-    for mode in arguments.modes:
-        log = out / f"{mode}.log"
+    environment = dict(os.environ)
+    if arguments.together:
+        environment |= turns_environment(out / "turns", len(arguments.modes))
+
+    def run(mode: str) -> int:
         command = [sys.executable, __file__, str(out), "--part", mode, *sys.argv[2:]]
-        with log.open("w") as sink:
+        with (out / f"{mode}.log").open("w") as sink:
             code = subprocess.run(
-                command, stdout=sink, stderr=sink, env=os.environ, start_new_session=True
+                command, stdout=sink, stderr=sink, env=environment, start_new_session=True
             ).returncode
-        result = out / f"{mode}.json"
-        if code == 0 and result.exists():
-            results[mode] = json.loads(result.read_text())
-        else:
-            print(f"FAIL {mode}: exit {code}\n{log.read_text()[-2500:]}", flush=True)
+        ended(environment, f"sglang {mode}")
+        return code
+
+    results: dict[str, Any] = {}
+    with ThreadPoolExecutor(len(arguments.modes) if arguments.together else 1) as pool:
+        for mode, code in zip(arguments.modes, pool.map(run, arguments.modes), strict=True):
+            result = out / f"{mode}.json"
+            if code == 0 and result.exists():
+                results[mode] = json.loads(result.read_text())
+            else:
+                log = (out / f"{mode}.log").read_text()
+                print(f"FAIL {mode}: exit {code}\n{log[-2500:]}", flush=True)
     return results
 
 
@@ -158,6 +176,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--together", action="store_true", help="see turns.py")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

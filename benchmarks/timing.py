@@ -1,10 +1,11 @@
 """Timing of GPU work in CUDA graphs, without launch overhead and with a cold L2 cache."""
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-__all__ = ["copy_rate", "graph_time", "read_rate"]
+__all__ = ["copy_rate", "graph_time", "graph_times", "read_rate"]
 
 
 def graph_time(calls: Sequence[Callable[[], object]], replays: int = 20, rounds: int = 2) -> float:
@@ -13,6 +14,31 @@ def graph_time(calls: Sequence[Callable[[], object]], replays: int = 20, rounds:
     calls: the same work on different buffers, larger together than the L2 cache, captured one after
     the other; ``rounds`` times in each graph.
     """
+    return graph_times({"": calls}, replays, rounds)[""]
+
+
+def graph_times(
+    calls: Mapping[str, Sequence[Callable[[], object]]], replays: int = 20, rounds: int = 2
+) -> dict[str, float]:
+    """``graph_time`` of several, replayed in turns: the clock drifts over seconds."""
+    graphs = {name: _captured(work, rounds) for name, work in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(-3, replays):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn >= 0:
+                times[name].append(start.elapsed_time(end))
+    return {
+        name: statistics.median(found) * 1000 / (rounds * len(calls[name]))
+        for name, found in times.items()
+    }
+
+
+def _captured(calls: Sequence[Callable[[], object]], rounds: int) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -25,18 +51,7 @@ def graph_time(calls: Sequence[Callable[[], object]], replays: int = 20, rounds:
         for _ in range(rounds):
             for call in calls:
                 call()
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    times.sort()
-    return times[len(times) // 2] * 1000 / (rounds * len(calls))
+    return graph
 
 
 def read_rate(gib: int = 4) -> float:

@@ -54,6 +54,22 @@ def serve(compensator, chosen, seed=1) -> None:
         feed(second, rows_with(PLANTED, 64, seed + expert), chosen, expert)
 
 
+@pytest.mark.parametrize("dummy", [True, False])
+def test_statistics_are_empty_after_a_load_of_dummy_weights(log, dummy):
+    """An engine that makes up weights writes random values into every tensor of a layer."""
+    compensator = Compensator(options(), tp_size=1, log=log)
+    state = compensator.add(W2, CPU)
+    floats = {n: t for n, t in state.buffers().items() if t.is_floating_point() and t.numel()}
+    for tensor in floats.values():
+        tensor.fill_(1e-3)
+    if not dummy:
+        compensator.weights_arrive()
+        compensator.end_sync()
+    compensator.loaded()
+    empty = [name for name, tensor in floats.items() if not tensor.any()]
+    assert empty == (list(floats) if dummy else [])
+
+
 NONE = [[[-1] * 16], [[-1] * 16] * EXPERTS]
 ALL_PLANTED = [[PLANTED], [PLANTED] * EXPERTS]
 

@@ -170,11 +170,21 @@ DEVICE float in_units(float sum, float factor) {
   return COLUMNS ? sum : __fmul_rn(sum * undo<FORMAT>(), factor);
 }
 
-// The BF16 columns of a strip. Where registers allow, a lane loads its part before the strip's main
-// loop; else the strip's rows go to the L2 cache then.
-template <bool DOWN, int TILES>
+// Columns of a part, where `parts` warps share a strip's: equal shares of whole groups of 16, so that
+// the last parts may have none.
+constexpr int column_share(int columns, int parts) {
+  const int groups = columns / 16;
+  int share = (groups + parts - 1) / parts;
+  while (share > 0 && groups % share) share++;
+  return share * 16;
+}
+
+// The BF16 columns of a strip, or of one of SPLIT parts. Where registers allow, a lane loads its part
+// before the strip's main loop; else the strip's rows go to the L2 cache then.
+template <bool DOWN, int TILES, int SPLIT = 1>
 struct StripColumns {
-  static constexpr int COUNT = DOWN ? COLUMNS2 : COLUMNS13, BYTES = 2 * COUNT;
+  static constexpr int ALL = DOWN ? COLUMNS2 : COLUMNS13, BYTES = 2 * ALL;
+  static constexpr int COUNT = column_share(ALL, SPLIT);
   static constexpr int FIRST = COUNT < 64 ? COUNT : 64, REST = COUNT - FIRST;
   static constexpr bool EARLY = TILES <= 2;
   // See finish_up and finish_down.
@@ -189,23 +199,32 @@ struct StripColumns {
     return A.columns.w13 + (u64)(expert * 2 * INNER + strip * 16 + place) * BYTES;
   }
 
-  DEVICE void start(const MoeArguments& A, int expert, int strip, int lane) {
-    if constexpr (COUNT > 0) {
-      if (EARLY) first.load(row(A, expert, strip, lane >> 2), lane & 3);
-      if (!EARLY || REST > 0) {
+  DEVICE void start(const MoeArguments& A, int expert, int strip, int lane, int part = 0) {
+    if constexpr (ALL > 0) {
+      if (EARLY && part * COUNT < ALL)
+        first.load(row(A, expert, strip, lane >> 2) + part * (2 * COUNT), lane & 3);
+      if ((!EARLY || REST > 0) && part == 0) {
         const u8* rows = row(A, expert, strip, 0);
         if (lane < (DOWN ? 1 : 2)) bulk_prefetch(rows + lane * HIGH, (DOWN ? 32 : 16) * BYTES);
       }
     }
   }
 
-  // acc, a strip's whole sums, to final units; += columns x hot values. hot: shared address of those
-  // of this lane's slot.
+#ifdef COLUMNS_AHEAD
+  // A later strip's rows to the L2 cache.
+  static DEVICE void ahead(const MoeArguments& A, int expert, int strip, int lane) {
+    if (ALL > 0 && lane < (DOWN ? 1 : 2))
+      bulk_prefetch(row(A, expert, strip, 0) + lane * HIGH, (DOWN ? 32 : 16) * BYTES);
+  }
+#endif
+
+  // acc, sums of a strip or of a part of it, to final units; += columns x hot values. hot: shared
+  // address of those of this lane's slot.
   DEVICE void add(const MoeArguments& A, float (&acc)[2][TILES][4], const Slots& slots, int expert,
-                  int strip, int lane, u32 hot) {
-    if constexpr (COUNT > 0) {
-      const u8* rows = row(A, expert, strip, lane >> 2);
+                  int strip, int lane, u32 hot, int part = 0) {
+    if constexpr (ALL > 0) {
       const int t = lane & 3;
+      const u8* rows = row(A, expert, strip, lane >> 2) + part * (2 * COUNT);
       if (!EARLY) first.load(rows, t);
 #pragma unroll
       for (int n = 0; n < TILES; n++)
@@ -219,6 +238,8 @@ struct StripColumns {
             sum = in_units<false>(sum, factor);
           }
         }
+      if (part * COUNT >= ALL) return;
+      hot += part * (2 * COUNT);
       first.multiply(acc, hot, t);
       if constexpr (REST > 0) {
         Part<REST> rest;
@@ -464,6 +485,9 @@ DEVICE void both_halves(const MoeArguments& A) {
         const u32 row = x + (lane >> 2) * X_ROW;
         StripColumns<false, TILES> columns;
         columns.start(A, block.expert, strip, lane);
+#ifdef COLUMNS_AHEAD
+        if (strip + WARPS < UP_STRIPS) columns.ahead(A, block.expert, strip + WARPS, lane);
+#endif
         multiply_strip<false, TILES, STAGES<false>>(
             A, acc, current, strip_offset<false>(block.expert, strip, lane),
             strip_offset<false>(block.expert, next, lane), row + (lane & 3) * 8);
@@ -493,6 +517,9 @@ DEVICE void both_halves(const MoeArguments& A) {
         const u32 row = products + (lane >> 2) * PRODUCT_ROW;
         StripColumns<true, TILES> columns;
         columns.start(A, block.expert, strip, lane);
+#ifdef COLUMNS_AHEAD
+        if (strip + WARPS < DOWN_STRIPS) columns.ahead(A, block.expert, strip + WARPS, lane);
+#endif
         multiply_strip<true, TILES, STAGES<true>>(
             A, acc, current, strip_offset<true>(block.expert, strip, lane),
             strip_offset<true>(block.expert, next, lane), row + (lane & 3) * 8);
@@ -626,17 +653,18 @@ DEVICE void one_half(const MoeArguments& A) {
         const int i = inside && strip >= work.split;
         const int own = strip - work.split + (i ? 0 : STRIPS);
         const int row = (i ? work.second_row : 0) + (lane >> 2);
-        StripColumns<DOWN, TILES> columns;
+        StripColumns<DOWN, TILES, SPLIT> columns;
+        const u32 hot = x + row * ROW + BYTES;
         if (inside) {
-          if (part == 0) columns.start(A, block[i].expert, own, lane);
+          columns.start(A, block[i].expert, own, lane, part);
           multiply_strip<DOWN, TILES, SHARE>(
               A, acc, current, work.offset<DOWN>(block, strip, lane) + part_offset,
               work.offset<DOWN>(block, strip + TEAMS, lane) + part_offset,
               x + row * ROW + (lane & 3) * 8 + part * SHARE * 32);
+          columns.add(A, acc, slots[i], block[i].expert, own, lane, hot, part);
         }
         if constexpr (SPLIT > 1) sum_parts<SPLIT, TILES>(acc, inside, warp, lane);
         if (inside && part == 0) {
-          columns.add(A, acc, slots[i], block[i].expert, own, lane, x + row * ROW + BYTES);
           if constexpr (DOWN)
             finish_down<TILES>(A, acc, slots[i], block[i].rows, own, lane);
           else
