@@ -14,7 +14,7 @@ from torch import nn
 
 from quads_common.backend import choose_backend, general_backend
 from quads_common.compensation.layers import Runtime
-from quads_common.compensation.serving import check_start_file, runnable_options
+from quads_common.compensation.serving import check_start_file
 from quads_common.options import (
     QUANT_METHOD,
     QuadsOptions,
@@ -151,7 +151,7 @@ class QuadsNvfp4Config(QuantizationConfig):
         """Facts of the model, load format, backend, compensation, before a layer is made.
 
         Raises:
-            ValueError: a backend that cannot compensate, a selection file that does not fit.
+            ValueError: a backend that cannot run here, a selection file that does not fit.
         """
         self.facts = ModelFacts.from_hf_config(model_config.hf_config)
         load_format = load_config.load_format
@@ -160,7 +160,6 @@ class QuadsNvfp4Config(QuantizationConfig):
         device = compat.device_type()
         capability = torch.cuda.get_device_capability() if device == "cuda" else None
         self.backend = choose_backend(self.options.backend, device, capability)
-        self.options = runnable_options(self.options, self.backend, logger.warning)
         if self.options.compensates:
             check_start_file(self.options, server_args.tp_size)
             context = model_config.context_len

@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 
 from quads_common.backend import choose_backend, general_backend
 from quads_common.compensation.layers import Runtime
-from quads_common.compensation.serving import check_start_file, runnable_options
+from quads_common.compensation.serving import check_start_file
 from quads_common.options import (
     QUANT_METHOD,
     QuadsOptions,
@@ -190,7 +190,6 @@ class QuadsNvfp4Config(QuantizationConfig):
             current_platform.get_device_capability(),
         )
         check_supported(vllm_config, general_backend(self.backend), self.options.act)
-        self.options = runnable_options(self.options, self.backend, logger.warning_once)
         check_start_file(self.options, vllm_config.parallel_config.tensor_parallel_size)
         logger.info_once(
             "quads_nvfp4: method %s, act %s, targets %s, backend %s",

@@ -1,8 +1,9 @@
-"""Two small inputs, and what serves rows to their statistics."""
+"""Two small inputs, a rank that has both, and what serves rows to their statistics."""
 
 import torch
 
 from quads_common.compensation import CompensationOptions, Site
+from quads_common.compensation.controller import Compensator
 from quads_common.compensation.observe import observe
 from quads_common.compensation.sampling import sampled_rows
 from quads_common.compensation.state import SiteState
@@ -34,6 +35,9 @@ def rows_with(hot: list[int], rows: int, seed: int) -> torch.Tensor:
 
 
 PLANTED = sorted([0, 1, 17, 31, 32, 40, 41, 63, 64, 77, 90, 100, 111, 112, 126, 127])
+# Of both inputs: lists without a channel, and with the planted ones.
+NONE = [[[-1] * 16], [[-1] * 16] * EXPERTS]
+ALL_PLANTED = [[PLANTED], [PLANTED] * EXPERTS]
 
 
 def bf16(**changes):
@@ -62,3 +66,23 @@ def stored(rows: int = N, width: int = K, count: int = EXPERTS) -> WeightUnits:
         torch.ones(count),
         lambda unit: [],
     )
+
+
+def loaded(log, chosen, **more) -> Compensator:
+    """A rank with two sites whose first load is over."""
+    compensator = Compensator(chosen, tp_size=1, log=log, **more)
+    for site in (W13, W2):
+        state = compensator.add(site, torch.device("cpu"))
+        compensator.add_columns(state, EXPERTS, N)
+    compensator.weights_arrive()
+    compensator.end_sync()
+    compensator.loaded()
+    return compensator
+
+
+def serve(compensator, chosen, seed=1) -> None:
+    """Enough rows for w13 and for every expert, with planted channels."""
+    first, second = compensator.states
+    feed(first, rows_with(PLANTED, 64, seed), chosen)
+    for expert in range(EXPERTS):
+        feed(second, rows_with(PLANTED, 64, seed + expert), chosen, expert)

@@ -1,7 +1,5 @@
 """Units that the GPU checks late: what was refused never joins lists that are put in force."""
 
-import logging
-
 import pytest
 import torch
 
@@ -24,11 +22,6 @@ from tests.compensation.serving import (
 )
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def log():
-    return logging.getLogger("test")
 
 
 class LateQuantizer:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quads_common import quantize
+from quads_common.backend import BACKENDS
 from quads_common.compensation import (
     CompensationOptions,
     Gathering,
@@ -14,7 +15,7 @@ from quads_common.compensation import (
     new_site_state,
 )
 from quads_common.compensation.ops import (
-    can_compensate,
+    _layers,
     form_backend,
     quads_linear_compensated,
     quads_moe_compensated,
@@ -162,4 +163,12 @@ def test_other_backends_are_refused_by_name():
 )
 def test_exact_form_of_a_backend(backend, exact, called):
     assert form_backend(backend, exact) == called
-    assert can_compensate(called)
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "auto"])
+@pytest.mark.parametrize("exact", [False, True], ids=["folded", "exact"])
+def test_every_backend_compensates(backend, exact):
+    if backend != "emulated":
+        pytest.importorskip("triton")
+    linear, experts = _layers(form_backend(backend, exact))
+    assert callable(linear) and callable(experts)

@@ -10,7 +10,6 @@ from quads_common.compensation.statistics import (
     ChannelStatistics,
     RowEnergies,
     copy_into,
-    merge,
     new_statistics,
     reset,
     update,
@@ -122,27 +121,6 @@ def test_the_mean_does_not_stagnate_after_many_rows():
     x = torch.full((1, 16), 1001.0)
     update(stats, x, RowEnergies(*[torch.zeros(1, 1)] * 4))
     assert float(stats.mean[0, 0] - 1000.0) == pytest.approx(1e-8, rel=1e-4)
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3, 7])
-def test_merge_of_any_split_equals_the_whole(parts):
-    x = normal(211, K, dtype=torch.float32) * 2 - 5
-    group = torch.randint(0, GROUPS, (211,))
-    pieces = torch.tensor_split(torch.randperm(211), parts)
-    found = merge([fed(x[p], None, group[p], GROUPS) for p in pieces])
-    check(found, x, np.ones(211, bool), group)
-    backwards = merge([fed(x[p], None, group[p], GROUPS) for p in reversed(pieces)])
-    check(backwards, x, np.ones(211, bool), group)
-
-
-def test_merge_leaves_its_parts_alone():
-    x = normal(20, K, dtype=torch.float32)
-    a, b = fed(x[:9]), fed(x[9:])
-    before = [t.clone() for t in (*a.buffers().values(), *b.buffers().values())]
-    merge([a, b])
-    after = (*a.buffers().values(), *b.buffers().values())
-    for old, new in zip(before, after, strict=True):
-        assert_same_bits(new, old, "part")
 
 
 def test_update_is_deterministic():

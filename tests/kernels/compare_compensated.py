@@ -273,6 +273,7 @@ def refreshes(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
             tensor.block_mask.copy_(torch.rand(tensor.block_mask.shape, device=device) < 0.5)
             if step == 2:
                 tensor.channels.fill_(-1)
+                tensor.hot_bits.zero_()
         sample_map.copy_(sampled if step % 2 else torch.full_like(sampled, -1))
         graph.replay()
         outputs.append(out.clone())

@@ -72,6 +72,7 @@ def drop_channels(model: nn.Module) -> None:
     """No channel is hot any more: ``quads`` with the blocks that there are."""
     for state in compensator_of(model).states:
         state.selection.channels.fill_(-1)
+        state.selection.hot_bits.zero_()
 
 
 def drop_residual(model: nn.Module) -> None:

@@ -44,7 +44,6 @@ def given(way, options, monkeypatch):
     return {}
 
 
-NAMED = {"quant_method": "quads_nvfp4"}
 OVERRIDES = {
     "unknown key": (
         {"rac_ration": 0.5},

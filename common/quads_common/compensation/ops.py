@@ -20,7 +20,6 @@ from quads_common.compensation.staging import Staging
 from quads_common.format import QuantizedTensor
 
 __all__ = [
-    "can_compensate",
     "form_backend",
     "quads_linear_compensated",
     "quads_moe_compensated",
@@ -28,11 +27,6 @@ __all__ = [
 
 # Backends (``quads_common.backend``) that the operators here run on.
 _BACKENDS = ("emulated", "triton", "triton_exact", "hopper", "hopper_exact", "blackwell")
-
-
-def can_compensate(backend: str) -> bool:
-    """Whether ``quads_linear_compensated`` and ``quads_moe_compensated`` run on a backend."""
-    return backend in _BACKENDS
 
 
 def form_backend(backend: str, exact: bool) -> str:

@@ -68,13 +68,9 @@ class Selection:
             self.hot_bits if splice else None,
         )
 
-    def checksum(self) -> str:
-        """Digest of the lists, to compare ranks by. Synchronizes with the host."""
-        return checksums([self])[0]
-
 
 def checksums(selections: Sequence[Selection]) -> list[str]:
-    """Digests of the lists of each. Synchronizes with the host, once."""
+    """Digests of the lists of each, to compare ranks by. Synchronizes with the host, once."""
     lists = [t for selection in selections for t in (selection.blocks, selection.channels)]
     if not lists:
         return []

@@ -1,18 +1,15 @@
 """What starts compensation in an engine; the engine says its sizes and where it logs."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
 
 from quads_common.activation import Activation
-from quads_common.backend import general_backend, moe_backend
+from quads_common.backend import moe_backend
 from quads_common.compensation.controller import Compensator, Log
 from quads_common.compensation.files import check_selection_file
 from quads_common.compensation.layers import Runtime
 from quads_common.compensation.metrics import SiteMetrics
-from quads_common.compensation.ops import can_compensate
 from quads_common.compensation.selection import channel_count
-from quads_common.options import PLAIN_METHOD, QuadsOptions
+from quads_common.options import QuadsOptions
 
 __all__ = [
     "ROWS_ARE_NO_TOKENS",
@@ -20,44 +17,10 @@ __all__ = [
     "choose_moe_backend",
     "loaded",
     "new_runtime",
-    "runnable_options",
 ]
 
 # Linear layers that MLA multiplies cached latents with, which are not the tokens of the forward.
 ROWS_ARE_NO_TOKENS = ("kv_b_proj",)
-
-
-class Warn(Protocol):
-    """A ``logging.Logger``'s ``warning`` or another function like it."""
-
-    def __call__(self, message: str, *args: Any) -> None:
-        """Log a line."""
-
-
-def runnable_options(options: QuadsOptions, backend: str, warn: Warn) -> QuadsOptions:
-    """The options, if the backend has what they need.
-
-    An engine that was started without naming a method is served plainly, with a WARNING.
-
-    Raises:
-        ValueError: compensation was asked for by name on a backend that has none.
-    """
-    if not options.compensates or can_compensate(general_backend(backend)):
-        return options
-    if options.method is not None or options.knobs or options.selection_file is not None:
-        raise ValueError(
-            f"method {options.preset!r} is not available on backend {backend!r} in this "
-            f"version: use method {PLAIN_METHOD!r} without options of compensation, or backend "
-            "'emulated'"
-        )
-    warn(
-        "quads_nvfp4: the default method %r is not available on backend %r in this version: "
-        "serving method %r",
-        options.preset,
-        backend,
-        PLAIN_METHOD,
-    )
-    return dataclasses.replace(options, method=PLAIN_METHOD)
 
 
 def check_start_file(options: QuadsOptions, tp_size: int) -> None:

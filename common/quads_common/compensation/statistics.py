@@ -24,7 +24,6 @@ __all__ = [
     "ChannelStatistics",
     "RowEnergies",
     "copy_into",
-    "merge",
     "new_statistics",
     "reset",
     "update",
@@ -151,16 +150,6 @@ def update(
     if stats.channel_energy.shape[1]:
         assert energies.channels is not None, f"{stats.channel_energy.shape=}"
         stats.channel_energy.add_(member @ _kept(energies.channels, keep))
-
-
-def merge(parts: Sequence[ChannelStatistics]) -> ChannelStatistics:
-    """New statistics of all rows of several, merged in order."""
-    total = ChannelStatistics(*(t.clone() for t in parts[0].buffers().values()))
-    for part in parts[1:]:
-        _merge_moments(total, part.count, part.mean, part.m2)
-        for name in (*_ENERGIES, "offered"):
-            getattr(total, name).add_(getattr(part, name))
-    return total
 
 
 def reset(stats: ChannelStatistics, groups: torch.Tensor | None = None) -> None:
