@@ -25,8 +25,13 @@ ROWS = {"stride_row": "i32", "HAS_IDS": True, "HAS_MAP": False, "HAS_FACTOR": Fa
 
 
 @functools.cache
-def rows(capability, activation, width, rac, hot, exact):
-    blocks = 128 if width > 1024 else 64
+def rows(capability, activation, width, rac, hot, exact, few=True):
+    if few:
+        tile = {"ROWS": 1, "BLOCKS": 128 if width > 1024 else 64, "CHUNKS": 1}
+    else:
+        tile = {"ROWS": 4, "BLOCKS": 32, "CHUNKS": 4}
+        if width == 768:
+            tile = {"ROWS": 8, "BLOCKS": 16, "CHUNKS": 3}
     bits = activation != "none"  # the first input's list is one, the second's are many
     arguments = {
         "x_ptr": "*bf16", "factor_ptr": "*fp32", "block_mask_ptr": "*u8", "channels_ptr": "*i32",
@@ -39,11 +44,12 @@ def rows(capability, activation, width, rac, hot, exact):
         "PARTS": 1 + (exact and rac) + (hot == "part"), "ACTIVATION": activation, "RAC": rac,
         "CHANNELS": 0 if hot == "none" else 64, "MANY_MASKS": True, "MANY_LISTS": bits,
         "FOLD_RESIDUAL": not exact, "HOT": hot, "SLOTS": 64, "PACKED": exact,
-        "STAGED": 8 if bits else 1, "ROWS": 1,
-        "BLOCKS": blocks, "NEXT_MAY_START": capability == 90 and not bits,
+        "STAGED": 8 if bits else 1, "SCALED": False, **tile, "WIDE": True, "PTX": True,
+        "NEXT_MAY_START": capability == 90 and not bits,
     }  # fmt: skip
     return compile_kernel(
-        _compensated.compensate_rows_kernel, arguments, capability, num_warps=blocks // 32
+        _compensated.compensate_rows_kernel, arguments, capability,
+        num_warps=tile["ROWS"] * tile["BLOCKS"] // 32,
     )
 
 

@@ -148,8 +148,8 @@ def block_amax_bits(x):
 @triton.jit
 def code_word(even, odd, encode):
     """A half block times ``encode`` as E2M1 codes in a word, the first in the lowest nibble."""
-    low = round_e2m1(even * encode[:, :, None])
-    high = round_e2m1(odd * encode[:, :, None])
+    low = round_e2m1(tl.abs(even) * encode[:, :, None])
+    high = round_e2m1(tl.abs(odd) * encode[:, :, None])
     codes = tl.sum((low + (high << 4)) << (tl.arange(0, 4) * 8)[None, None, :], 2)
     # The upper four bits of each element move in from the right, the last element first.
     even = split_4(even.to(tl.uint32, bitcast=True))
@@ -186,6 +186,17 @@ def store_block(pointer, x, inside):
 
 
 @triton.jit
+def store_held(pointer, block, dtype: tl.constexpr, inside, WIDE: tl.constexpr):
+    """A tile as ``hold`` keeps it. WIDE: pointers at multiples of 16 bytes."""
+    if WIDE and dtype != tl.float32 and dtype == pointer.dtype.element_ty:
+        at = pointer.to(tl.pointer_type(tl.int32))[:, :, None] + tl.arange(0, 4)[None, None, :]
+        for i in tl.static_range(2):
+            tl.store(at + 4 * i, block[i], mask=inside[:, :, None])
+    else:
+        store_block(pointer, elements(block, dtype), inside)
+
+
+@triton.jit
 def quantized_pairs(first, second, encode, factor):
     """Elements [B, R, 4] as float16 bits of code * block scale, those of ``second`` in the upper
     halves of the words. factor: block scale * 2^14.
@@ -194,14 +205,22 @@ def quantized_pairs(first, second, encode, factor):
     times ``factor`` the result * 2^-112, whose exponent field is that of float16.
     """
     encode, factor = encode[:, :, None], factor[:, :, None]
-    low = as_float((round_e2m1(first * encode) << 22) + VALUE_BASE) * factor
-    high = as_float((round_e2m1(second * encode) << 22) + VALUE_BASE) * factor
+    low = as_float((round_e2m1(tl.abs(first) * encode) << 22) + VALUE_BASE) * factor
+    high = as_float((round_e2m1(tl.abs(second) * encode) << 22) + VALUE_BASE) * factor
     low = low.to(tl.int32, bitcast=True)
     high = high.to(tl.int32, bitcast=True)
     first = first.to(tl.uint32, bitcast=True)
     second = second.to(tl.int32, bitcast=True)
     signs = ((first >> 16).to(tl.int32, bitcast=True) | (second & HIGH)) & HALF_SIGNS
     return ((low >> 13) + (high << 3)) | signs
+
+
+@triton.jit
+def store_values(pointer, x, inside, PLANE: tl.constexpr, PTX: tl.constexpr):
+    """Elements rounded to 16 bits, the pointers' dtype, to an operand as of ``store_pairs``."""
+    dtype: tl.constexpr = pointer.dtype.element_ty
+    even, odd = narrow(x[0], x[2], dtype, PTX), narrow(x[1], x[3], dtype, PTX)
+    store_pairs(pointer, even, odd, inside, PLANE)
 
 
 @triton.jit

@@ -69,14 +69,13 @@ def decode_e4m3(byte):
 
 @triton.jit
 def round_e2m1(x):
-    """|x| to ``CODE_BASE`` plus the nearest E2M1 magnitude code 0..7: ties to even, 7 above 6.
+    """x >= 0 to ``CODE_BASE`` plus the nearest E2M1 magnitude code 0..7: ties to even, 7 above 6.
 
-    The grid's step is 0.5 below 2, 1 below 4, then 2. 2^23 - 2 + |x| is below 2^23, where the ulp
-    is 0.5, until |x| is 2, then its ulp is 1: each addition rounds to a step, ties to an even code,
-    and leaves the code in the low bits of the sum. So does 2^23 + |x| / 2 with steps of 2. From 4
+    The grid's step is 0.5 below 2, 1 below 4, then 2. 2^23 - 2 + x is below 2^23, where the ulp
+    is 0.5, until x is 2, then its ulp is 1: each addition rounds to a step, ties to an even code,
+    and leaves the code in the low bits of the sum. So does 2^23 + x / 2 with steps of 2. From 4
     on the second sum is the smaller one, below the first is. NaN gives 7.
     """
-    x = tl.abs(x)
     fine = (x + 8388606.0).to(tl.int32, bitcast=True)
     coarse = tl.fma(x, 0.5, 8388608.0).to(tl.int32, bitcast=True)
     return tl.minimum(tl.minimum(fine, coarse), CODE_BASE + 7)
@@ -108,7 +107,7 @@ def quantize_blocks(x, global_scale_inv, global_scale):
     """
     amax = as_float(tl.max(magnitude_bits(x), 2))
     scale, encode, live = block_scales(amax, global_scale_inv, global_scale)
-    code = round_e2m1(x * encode[:, :, None]) - CODE_BASE
+    code = round_e2m1(tl.abs(x) * encode[:, :, None]) - CODE_BASE
     sign = x.to(tl.int32, bitcast=True) & -2147483648
     value = as_float(e2m1_value(code).to(tl.int32, bitcast=True) | sign)
     code = tl.where(live[:, :, None], code | ((sign >> 28) & 8), 0)

@@ -5,17 +5,25 @@
 import triton
 import triton.language as tl
 
-from quads_common.kernels._coding import (
-    INFINITY,
-    decode_e4m3,
-    magnitude_bits,
-    pack_codes,
-    quantize_blocks,
-    row_global_scale_inv,
+from quads_common.kernels._blocks import (
+    block_amax_bits,
+    code_word,
+    elements,
+    store_codes,
+    store_held,
+    store_values,
 )
-from quads_common.kernels._quantize import E4M3_NAN, load_rows, store_operand
+from quads_common.kernels._coding import INFINITY, row_global_scale_inv
+from quads_common.kernels._quantize import E4M3_NAN, load_activations, load_rows
 from quads_common.kernels._route import local_expert
-from quads_common.kernels._twice import hot_channels, quantize_twice
+from quads_common.kernels._twice import (
+    UNIT,
+    signed_bits,
+    split_hot,
+    tile_residual,
+    tile_scales,
+    tile_values,
+)
 
 # ``compensation.fold``: hot values are shifted below 2^15 by at most 2^126.
 LARGEST_EXPONENT = tl.constexpr(15)
@@ -38,14 +46,41 @@ def hot_shift(largest, global_scale):
 
 
 @triton.jit
-def store_codes(packed_ptr, scale_ptr, code, scale, bad, row, block, width, inside,
-                ROWS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """Packed codes and scale bytes of rows; ``bad`` rows get NaN scales."""
-    byte = block[:, None] * 8 + tl.arange(0, 8)[None, :]
-    target = packed_ptr + row[:, None, None] * (width // 2) + byte[None, :, :]
-    tl.store(target, pack_codes(code, ROWS, BLOCKS), mask=inside[:, :, None])
-    target = scale_ptr + row[:, None] * (width // 16) + block[None, :]
-    tl.store(target, tl.where(bad[:, None], E4M3_NAN, scale).to(tl.uint8), mask=inside)
+def scaled(x, unit):
+    """The elements of a tile times a factor of each block [B, R]."""
+    result = ()
+    for i in tl.static_range(4):
+        result += (x[i] * unit[:, :, None],)
+    return result
+
+
+@triton.jit
+def add_residual(values, residual, encode, factor, alpha, SCALED: tl.constexpr):
+    """values + alpha * ``tile_values`` of the residual. SCALED: alpha is not 1."""
+    factor = factor[:, :, None]
+    result = ()
+    for i in tl.static_range(4):
+        bits = signed_bits(residual[i], encode)
+        if SCALED:
+            result += (values[i] + alpha * (bits * factor),)
+        else:
+            # The product is exact.
+            result += (tl.fma(bits, factor, values[i]),)
+    return result
+
+
+@triton.jit
+def store_packed(
+    packed_ptr, scale_ptr, x, encode, scale, live, bad, row, block, inside, WIDTH: tl.constexpr
+):
+    """Packed codes and scale bytes of rows; ``bad`` rows get NaN scales, dead blocks codes 0."""
+    live = live & (bad == 0)
+    first = tl.where(live, code_word(x[0], x[1], encode), 0)
+    second = tl.where(live, code_word(x[2], x[3], encode), 0)
+    target = packed_ptr + (row[None, :] * (WIDTH // 2) + block[:, None] * 8)
+    store_codes(target, first, second, inside, True)
+    target = scale_ptr + (row[None, :] * (WIDTH // 16) + block[:, None])
+    tl.store(target, tl.where(bad, E4M3_NAN, scale).to(tl.uint8), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "map_size", "num_experts"])
@@ -59,7 +94,8 @@ def compensate_rows_kernel(
     HAS_IDS: tl.constexpr, HAS_MAP: tl.constexpr, RAC: tl.constexpr, CHANNELS: tl.constexpr,
     MANY_MASKS: tl.constexpr, MANY_LISTS: tl.constexpr, FOLD_RESIDUAL: tl.constexpr,
     HOT: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr, STAGED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, NEXT_MAY_START: tl.constexpr,
+    SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr,
+    WIDE: tl.constexpr, PTX: tl.constexpr, NEXT_MAY_START: tl.constexpr,
 ):  # fmt: skip
     """Activation, then ``operands.compensated_operands`` and ``fold`` of rows. Grid: (row tiles,).
 
@@ -69,15 +105,18 @@ def compensate_rows_kernel(
     bits of blocks. global: [rows] float32.
 
     operand: [rows, PARTS, 8, PLANE], 16-bit; 0 PARTS: none. Part 0 is code * block scale, to which
-    FOLD_RESIDUAL adds alpha times that of the residual; else the residual is part 1. HOT, where hot
-    values go: "fold" into part 0, "part" into the last part at their own places, "list" to hot
-    [rows, SLOTS], in the order of the list. Rows of skipped slots are left alone.
+    FOLD_RESIDUAL adds that of the residual, times alpha if SCALED; else the residual is part 1.
+    HOT, where hot values go: "fold" into part 0, "part" into the last part at their own places,
+    "list" to hot [rows, SLOTS], in the order of the list. Rows of skipped slots are left alone.
 
     STAGED: rows of a token whose x (after its factor or activation) is kept where sample [tokens]
     gives the token a place, with the row's list, in staged and staged_group (``Staging``); 0: none.
+
+    Tiles, WIDE and PTX: as of ``quantize_rows_kernel``; with WIDE staged rows are aligned too.
     """
     if NEXT_MAY_START:  # it waits for the results itself (sm_90)
         tl.extra.cuda.gdc_launch_dependents()
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_inside = row < rows
     expert = tl.zeros((ROWS,), tl.int32)
@@ -87,84 +126,120 @@ def compensate_rows_kernel(
         row_inside = expert >= 0
     expert = tl.where(row_inside, expert, 0).to(tl.int64)
     row = tl.where(row_inside, row, 0).to(tl.int64)
-    block = tl.arange(0, BLOCKS)
-    column = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-    inside = row_inside[:, None] & (block * 16 < WIDTH)[None, :]
     # All loads come before the first reduction, behind which the compiler would leave them waiting.
-    if RAC:
-        masks = (expert if MANY_MASKS else expert * 0)[:, None] * (WIDTH // 16) + block[None, :]
-        chosen = tl.load(block_mask_ptr + masks, mask=inside, other=0) != 0
-    if CHANNELS > 0:
-        lists = (expert if MANY_LISTS else expert * 0)[:, None]
-        bits = tl.load(bits_ptr + lists * (WIDTH // 16) + block[None, :], mask=inside, other=0)
-        hot = hot_channels(bits)
     if STAGED > 0:
         place = tl.load(sample_ptr + row // STAGED, mask=row_inside, other=-1)
-    x = load_rows(
-        x_ptr, factor_ptr, stride_row, row, column[None, :, :], inside[:, :, None], WIDTH, limit,
-        act_alpha, beta, ACTIVATION, HAS_LIMIT, HAS_FACTOR,
-    )  # fmt: skip
-    if STAGED > 0:
         kept = place >= 0
         place = place.to(tl.int64) * STAGED + row % STAGED
-        target = staged_ptr + place[:, None, None] * WIDTH + column[None, :, :]
-        value = x.to(staged_ptr.dtype.element_ty)
-        tl.store(target, value, mask=inside[:, :, None] & kept[:, None, None])
         tl.store(staged_group_ptr + place, expert.to(tl.int32), mask=kept)
+    chosen, bits, blocks = (), (), ()
+    for chunk in tl.static_range(CHUNKS):
+        block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+        inside = row_inside[None, :] & (block * 16 < WIDTH)[:, None]
+        if RAC:
+            masks = (expert if MANY_MASKS else expert * 0)[None, :] * (WIDTH // 16)
+            mask = tl.load(block_mask_ptr + (masks + block[:, None]), mask=inside, other=0)
+            chosen += (mask != 0,)
+        if CHANNELS > 0:
+            lists = (expert if MANY_LISTS else expert * 0)[None, :] * (WIDTH // 16)
+            bits += (tl.load(bits_ptr + (lists + block[:, None]), mask=inside, other=0),)
+        x = load_activations(
+            x_ptr, factor_ptr, stride_row, row, block, inside, limit, act_alpha, beta, WIDTH,
+            ACTIVATION, HAS_LIMIT, HAS_FACTOR, WIDE, PTX,
+        )  # fmt: skip
+        if STAGED > 0:
+            target = staged_ptr + (place[None, :] * WIDTH + block[:, None] * 16)
+            store_held(target, x, dtype, inside & kept[None, :], WIDE)
+        blocks += (x,)
     if HOT == "list":
-        place = tl.arange(0, SLOTS)[None, :]
-        slot_inside = row_inside[:, None] & (place < CHANNELS)
-        channel = tl.load(channels_ptr + lists * CHANNELS + place, mask=slot_inside, other=-1)
+        slot = tl.arange(0, SLOTS)[None, :]
+        slot_inside = row_inside[:, None] & (slot < CHANNELS)
+        lists = (expert if MANY_LISTS else expert * 0)[:, None] * CHANNELS
+        channel = tl.load(channels_ptr + lists + slot, mask=slot_inside, other=-1)
         # From memory again: moving them between the threads that hold the row takes far longer.
         hot_value = load_rows(
             x_ptr, factor_ptr, stride_row, row, channel[:, :, None], (channel >= 0)[:, :, None],
-            WIDTH, limit, act_alpha, beta, ACTIVATION, HAS_LIMIT, HAS_FACTOR,
+            WIDTH, limit, act_alpha, beta, ACTIVATION, HAS_LIMIT, HAS_FACTOR, PTX,
         )  # fmt: skip
-        target = hot_ptr + row[:, None] * CHANNELS + place
+        target = hot_ptr + row[:, None] * CHANNELS + slot
         hot_value = hot_value.reshape(ROWS, SLOTS).to(hot_ptr.dtype.element_ty)
         tl.store(target, hot_value, mask=slot_inside)
-    cold = tl.where(hot, 0.0, x) if CHANNELS > 0 else x
-    amax = tl.max(tl.max(magnitude_bits(cold), 2), 1)
+    amaxes = ()
+    largest = tl.zeros((BLOCKS, ROWS), tl.int32)
+    for chunk in tl.static_range(CHUNKS):
+        cold = blocks[chunk]
+        if CHANNELS > 0:
+            cold, hot = split_hot(cold, bits[chunk], dtype)
+            if HOT == "fold":
+                largest = tl.maximum(largest, block_amax_bits(elements(hot, dtype)))
+        amaxes += (block_amax_bits(elements(cold, dtype)),)
+    amax = amaxes[0]
+    for chunk in tl.static_range(1, CHUNKS):
+        amax = tl.maximum(amax, amaxes[chunk])
+    amax = tl.max(amax, 0)
+    # 0, which the compiler does not know: it would keep what the loop above has split, several
+    # times the registers of x and bits.
+    nothing = (amax >> 31)[None, :]
     bad = amax >= INFINITY
     inverse = row_global_scale_inv(tl.where(bad, 0, amax))
     global_scale = tl.math.div_rn(1.0, inverse)
-    cold = tl.where(bad[:, None, None], 0.0, cold)
-    if RAC:
-        quantized, _, residual, code, scale, code_r, scale_r = quantize_twice(
-            cold, inverse[:, None], global_scale[:, None]
-        )
-        residual = tl.where(bad[:, None, None], float("nan"), residual)
-        residual = tl.where(chosen[:, :, None], residual, 0.0)
-        if PACKED:
-            code_r = tl.where(chosen[:, :, None], code_r, 0)
-            store_codes(
-                residual_packed_ptr, residual_scale_ptr, code_r, tl.where(chosen, scale_r, 0), bad,
-                row, block, WIDTH, inside, ROWS, BLOCKS,
-            )  # fmt: skip
-        if FOLD_RESIDUAL:
-            quantized = quantized + alpha * residual
-        else:
-            store_operand(operand_ptr, residual, row * PARTS + 1, row_inside, PLANE, ROWS, BLOCKS)
-    else:
-        value, code, scale = quantize_blocks(cold, inverse[:, None], global_scale[:, None])
-        quantized = value * decode_e4m3(scale)[:, :, None]
-    if PACKED:
-        store_codes(
-            packed_ptr, scale_ptr, code, scale, bad, row, block, WIDTH, inside, ROWS, BLOCKS
-        )
+    row_scale = tl.where(bad, float("nan"), global_scale)
+    whole = tl.where(bad, float("nan"), UNIT)
     if HOT == "fold":
-        largest = tl.max(tl.max(tl.where(hot, magnitude_bits(x), 0), 2), 1)
-        shift = hot_shift(largest, global_scale)
-        down = power_of_two(-shift)[:, None, None]
-        hot_value = (x * down) * tl.math.div_rn(1.0, global_scale)[:, None, None]
-        quantized = tl.where(hot, hot_value, quantized * down)
-        global_scale = global_scale * power_of_two(shift)
-    elif HOT == "part":
-        hot_value = tl.where(hot, x, 0.0)
-        part = row * PARTS + (PARTS - 1)
-        store_operand(operand_ptr, hot_value, part, row_inside, PLANE, ROWS, BLOCKS)
-    if PARTS > 0:
-        quantized = tl.where(bad[:, None, None], float("nan"), quantized)
-        quantized = tl.where((block * 16 < WIDTH)[None, :, None], quantized, 0.0)
-        store_operand(operand_ptr, quantized, row * PARTS, row_inside, PLANE, ROWS, BLOCKS)
-    tl.store(global_ptr + row, tl.where(bad, float("nan"), global_scale), mask=row_inside)
+        shift = hot_shift(tl.max(largest, 0), global_scale)
+        down = power_of_two(-shift)
+        hot_inverse = tl.math.div_rn(1.0, row_scale)[None, :]
+        row_scale = row_scale * power_of_two(shift)
+        whole = whole * down
+        down = down[None, :, None]
+    tl.store(global_ptr + row, row_scale, mask=row_inside)
+    inverse, global_scale, bad = inverse[None, :], global_scale[None, :], bad[None, :]
+    for chunk in tl.static_range(CHUNKS):
+        block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+        inside = row_inside[None, :] & (block * 16 < WIDTH)[:, None]
+        operand_inside = row_inside[None, :] & (block * 2 < PLANE)[:, None]
+        operand = operand_ptr + (row[None, :] * (PARTS * PLANE * 8) + block[:, None] * 2)
+        # 0 in padding, NaN in bad rows.
+        unit = tl.where((block * 16 < WIDTH)[:, None], whole[None, :], 0.0)
+        cold = blocks[chunk]
+        if CHANNELS > 0:
+            cold, hot = split_hot(cold, bits[chunk] | nothing, dtype)
+        x = elements(cold, dtype)
+        scale, encode, factor, live = tile_scales(amaxes[chunk], inverse, global_scale)
+        values = tile_values(x, encode, factor)
+        if PACKED:
+            store_packed(
+                packed_ptr, scale_ptr, x, encode, scale, live, bad, row, block, inside, WIDTH
+            )
+        if RAC:
+            mask = chosen[chunk]
+            residual, amax_r = tile_residual(x, values, global_scale)
+            scale_r, encode_r, factor_r, live_r = tile_scales(amax_r, inverse, global_scale)
+            if PACKED:
+                store_packed(
+                    residual_packed_ptr, residual_scale_ptr, residual, encode_r,
+                    tl.where(mask, scale_r, 0), live_r & mask, bad, row, block, inside, WIDTH,
+                )  # fmt: skip
+            factor_r = tl.where(mask, factor_r, 0.0)
+            if FOLD_RESIDUAL:
+                values = add_residual(values, residual, encode_r, factor_r, alpha, SCALED)
+            elif PARTS > 0:
+                residual = tile_values(residual, encode_r, factor_r)
+                residual = scaled(residual, tl.where(mask, unit, 0.0))
+                store_values(operand + PLANE * 8, residual, operand_inside, PLANE, PTX)
+        if HOT == "fold":
+            hot = elements(hot, dtype)
+            inverse_there = tl.where((block * 16 < WIDTH)[:, None], hot_inverse, 0.0)[:, :, None]
+            folded = ()
+            for i in tl.static_range(4):
+                # One of the two is 0.
+                hot_value = (hot[i] * down) * inverse_there
+                folded += (tl.fma(values[i], unit[:, :, None], hot_value),)
+            values = folded
+        else:
+            values = scaled(values, unit)
+        if HOT == "part":
+            target = operand + (PARTS - 1) * PLANE * 8
+            store_values(target, elements(hot, dtype), operand_inside, PLANE, PTX)
+        if PARTS > 0:
+            store_values(operand, values, operand_inside, PLANE, PTX)

@@ -129,6 +129,7 @@ def quantize_weight_kernel(
 def load_rows(
     x_ptr, factor_ptr, stride_row, row, column, inside, width, limit, alpha, beta,
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    PTX: tl.constexpr = False,
 ):  # fmt: skip
     """Rows, or the activation of rows, rounded to the input's dtype: float32 [ROWS, BLOCKS, 16].
 
@@ -144,7 +145,7 @@ def load_rows(
             gate = tl.load(base + 2 * at, mask=inside, other=0.0)
             up = tl.load(base + 2 * at + 1, mask=inside, other=0.0)
         x = activate_gated(
-            gate.to(tl.float32), up.to(tl.float32), limit, alpha, beta, ACTIVATION, HAS_LIMIT
+            gate.to(tl.float32), up.to(tl.float32), limit, alpha, beta, ACTIVATION, HAS_LIMIT, PTX
         )
     else:
         x = tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
@@ -154,19 +155,6 @@ def load_rows(
             x = activate_plain(x, ACTIVATION)
     # Beyond the row an activation such as 0 * sigmoid(0) is 0 too, so padding never counts.
     return x.to(x_ptr.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def store_operand(operand_ptr, value, row, row_inside, PLANE: tl.constexpr,
-                  ROWS: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """Write GEMM operands: element k of a row goes to [row, k % 8, k / 8], zeros up to PLANE."""
-    words: tl.constexpr = BLOCKS * 2
-    value = value.reshape(ROWS, words, 8).trans(0, 2, 1)
-    word = tl.arange(0, words)
-    offset = tl.arange(0, 8)[:, None] * PLANE + word[None, :]
-    target = operand_ptr + row[:, None, None] * (PLANE * 8) + offset[None, :, :]
-    inside = row_inside[:, None, None] & (word < PLANE)[None, None, :]
-    tl.store(target, value.to(operand_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -185,7 +173,7 @@ def load_activations(
             part = load_rows(
                 x_ptr, factor_ptr, stride_row, row, column[None, :, :],
                 tl.trans(inside)[:, :, None], WIDTH, limit, alpha, beta, ACTIVATION, HAS_LIMIT,
-                HAS_FACTOR,
+                HAS_FACTOR, PTX,
             )  # fmt: skip
             x += (tl.permute(part, (1, 0, 2)),)
         result = hold(x, dtype, False)

@@ -99,13 +99,13 @@ def row_energies(
     inverse = row_global_scale_inv(cold_amax)[:, None]
     global_scale = tl.math.div_rn(1.0, inverse)
     cold = tl.where(hot, 0.0, x) if SPLICE else x
-    _, served, quantized_r, _, _, _, scale_r = quantize_twice(cold, inverse, global_scale)
+    served, quantized_r, scale_r = quantize_twice(cold, inverse, global_scale)
     left = served - alpha * (quantized_r * global_scale[:, :, None])
     underflow = (scale_r == 0) & (tl.max(magnitude_bits(served), 2) > 0)
     plain = served
     if SPLICE:
         inverse = row_global_scale_inv(plain_amax)[:, None]
-        _, plain, _, _, _, _, _ = quantize_twice(x, inverse, tl.math.div_rn(1.0, inverse))
+        plain, _, _ = quantize_twice(x, inverse, tl.math.div_rn(1.0, inverse))
     plain = plain.to(tl.float64)
     served = served.to(tl.float64)
     left = left.to(tl.float64)

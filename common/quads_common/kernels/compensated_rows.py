@@ -15,9 +15,20 @@ from quads_common.compensation.staging import Staging
 from quads_common.format import BLOCK_SIZE, QuantizedTensor, check_block_aligned
 from quads_common.kernels import _compensated
 from quads_common.kernels.route import Routes
-from quads_common.kernels.rows import MAX_WIDTH, PLANE_ALIGNMENT, Operand, check_dtype, row_warps
+from quads_common.kernels.rows import (
+    MAX_WIDTH,
+    PLANE_ALIGNMENT,
+    Operand,
+    check_dtype,
+    is_wide,
+    row_tile,
+)
 
 __all__ = ["CompensatedRows", "Parts", "check_hot_bits", "check_lists", "compensate_rows"]
+
+# Up to so many rows a block for each thread: more work than the plain quantizer's, so that few
+# threads take longer than it pays to fill the GPU with fewer idle ones.
+FEW_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -199,9 +210,7 @@ def _launch(
     staging: Staging | None,
     next_may_start: bool,
 ) -> None:
-    blocks = max(16, triton.next_power_of_2(width // BLOCK_SIZE))
-    tile_rows = max(1, 64 // blocks)
-    tiles = triton.cdiv(x.shape[0], tile_rows)
+    tile = row_tile(x.shape[0], width, FEW_ROWS)
     limit = activation.limit if activation is not None else None
     act_alpha, beta = (activation.alpha, activation.beta) if activation else (0.0, 0.0)
     mask, channels, bits = compensation.block_mask, compensation.channels, compensation.hot_bits
@@ -210,7 +219,7 @@ def _launch(
     if slots:
         hot_form = "list" if hot is not None else "part" if exact else "fold"
     stored = [t for c in codes for t in (c.packed, c.block_scale.view(torch.uint8))]
-    _compensated.compensate_rows_kernel[(tiles,)](
+    _compensated.compensate_rows_kernel[(triton.cdiv(x.shape[0], tile.rows),)](
         x,
         row_factor if row_factor is not None else x,
         mask.contiguous().view(torch.uint8) if mask is not None else x,
@@ -235,8 +244,9 @@ def _launch(
         FOLD_RESIDUAL=not exact, HOT=hot_form, SLOTS=triton.next_power_of_2(max(1, slots)),
         PACKED=bool(codes),
         STAGED=0 if staging is None else 1 if routes is None else routes.topk_ids.shape[1],
-        ROWS=tile_rows, BLOCKS=blocks,
-        # More work for each block than the plain quantizer has: fewer threads that repeat it.
-        num_warps=row_warps(tiles, blocks * tile_rows * BLOCK_SIZE, few=8),
+        SCALED=compensation.alpha != 1.0,
+        ROWS=tile.rows, BLOCKS=tile.blocks, CHUNKS=tile.chunks, num_warps=tile.warps,
+        WIDE=is_wide(x) and (staging is None or is_wide(staging.rows)),
+        PTX=x.is_cuda and x.dtype != torch.float32,
         NEXT_MAY_START=next_may_start, enable_fp_fusion=False,
     )  # fmt: skip

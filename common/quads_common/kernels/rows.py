@@ -15,7 +15,7 @@ from quads_common.format import BLOCK_SIZE, INPUT_DTYPES, QuantizedTensor, check
 from quads_common.kernels import _quantize
 from quads_common.kernels.route import Routes
 
-__all__ = ["Operand", "QuantizedRows", "check_dtype", "quantize_rows", "row_warps"]
+__all__ = ["Operand", "QuantizedRows", "check_dtype", "quantize_rows"]
 
 # Largest row that one program holds in registers, in elements.
 MAX_WIDTH = 65536
@@ -180,14 +180,14 @@ class Tile:
         return max(1, self.rows * self.blocks // 32)
 
 
-def row_tile(rows: int, width: int) -> Tile:
+def row_tile(rows: int, width: int, few: int = FEW_TILES) -> Tile:
     """The tile of ``quantize_rows``, with ``chunks`` of ``blocks`` in a row.
 
-    Few rows: a block for each thread. Many: several, which share the work of a row. ``blocks`` is
+    Up to ``few`` rows: a block for each thread. Many: several, which share the work of a row. ``blocks`` is
     a multiple of 16, so the tile covers the planes of an operand.
     """
     blocks = max(16, triton.cdiv(width, BLOCK_SIZE))
-    if rows <= FEW_TILES:
+    if rows <= few:
         wide = min(MAX_THREADS, triton.next_power_of_2(blocks))
         tile_rows = max(1, 32 // wide)
     else:
@@ -206,13 +206,6 @@ def is_wide(x: torch.Tensor, alignment: int = 16) -> bool:
     """Whether x and its rows start at multiples of so many bytes."""
     steps = [stride * x.element_size() for stride in x.stride()[:-1]]
     return not any(number % alignment for number in (x.data_ptr(), *steps))
-
-
-def row_warps(tiles: int, elements: int, few: int = 4) -> int:
-    """Warps of a program of so many elements: 16 of them a thread, ``few`` where there are few
-    tiles."""
-    threads = elements // (16 if tiles > FEW_TILES else few)
-    return min(16, max(1, threads // 32))
 
 
 def check_dtype(x: torch.Tensor) -> None:
