@@ -189,10 +189,10 @@ def timing(backends: Sequence[str] = ("hopper", "triton")) -> bool:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: us, and % over plain")
     print(f"byte floor of columns: {100 * column_bytes(layers[0]):+.1f} % of expert bytes")
     tables = {"hopper": (plain_hopper, HOPPER_VARIANTS), "triton": (plain, VARIANTS)}
-    ok = all([table(backend, *tables[backend], layers) for backend in backends])
+    passed = [table(backend, *tables[backend], layers) for backend in backends]
     rows_table(layers, timed=True)
     count_table(timed=True)
-    return ok
+    return all(passed)
 
 
 def table(backend: str, base: Call, variants: dict[str, Variant], layers: list[Layer]) -> bool:
