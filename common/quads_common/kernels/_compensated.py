@@ -46,6 +46,11 @@ def hot_shift(largest, global_scale):
 
 
 @triton.jit
+def larger_of_each(a, b, other_a, other_b):
+    return tl.maximum(a, other_a), tl.maximum(b, other_b)
+
+
+@triton.jit
 def scaled(x, unit):
     """The elements of a tile times a factor of each block [B, R]."""
     result = ()
@@ -126,12 +131,15 @@ def compensate_rows_kernel(
         row_inside = expert >= 0
     expert = tl.where(row_inside, expert, 0).to(tl.int64)
     row = tl.where(row_inside, row, 0).to(tl.int64)
-    # All loads come before the first reduction, behind which the compiler would leave them waiting.
+    # All loads come before the first store and the first reduction, behind which the compiler would
+    # leave them waiting.
     if STAGED > 0:
         place = tl.load(sample_ptr + row // STAGED, mask=row_inside, other=-1)
-        kept = place >= 0
-        place = place.to(tl.int64) * STAGED + row % STAGED
-        tl.store(staged_group_ptr + place, expert.to(tl.int32), mask=kept)
+    if HOT == "list":
+        slot = tl.arange(0, SLOTS)[None, :]
+        slot_inside = row_inside[:, None] & (slot < CHANNELS)
+        lists = (expert if MANY_LISTS else expert * 0)[:, None] * CHANNELS
+        channel = tl.load(channels_ptr + lists + slot, mask=slot_inside, other=-1)
     chosen, bits, blocks = (), (), ()
     for chunk in tl.static_range(CHUNKS):
         block = chunk * BLOCKS + tl.arange(0, BLOCKS)
@@ -147,15 +155,8 @@ def compensate_rows_kernel(
             x_ptr, factor_ptr, stride_row, row, block, inside, limit, act_alpha, beta, WIDTH,
             ACTIVATION, HAS_LIMIT, HAS_FACTOR, WIDE, PTX,
         )  # fmt: skip
-        if STAGED > 0:
-            target = staged_ptr + (place[None, :] * WIDTH + block[:, None] * 16)
-            store_held(target, x, dtype, inside & kept[None, :], WIDE)
         blocks += (x,)
     if HOT == "list":
-        slot = tl.arange(0, SLOTS)[None, :]
-        slot_inside = row_inside[:, None] & (slot < CHANNELS)
-        lists = (expert if MANY_LISTS else expert * 0)[:, None] * CHANNELS
-        channel = tl.load(channels_ptr + lists + slot, mask=slot_inside, other=-1)
         # From memory again: moving them between the threads that hold the row takes far longer.
         hot_value = load_rows(
             x_ptr, factor_ptr, stride_row, row, channel[:, :, None], (channel >= 0)[:, :, None],
@@ -164,6 +165,15 @@ def compensate_rows_kernel(
         target = hot_ptr + row[:, None] * CHANNELS + slot
         hot_value = hot_value.reshape(ROWS, SLOTS).to(hot_ptr.dtype.element_ty)
         tl.store(target, hot_value, mask=slot_inside)
+    if STAGED > 0:
+        kept = row_inside & (place >= 0)
+        place = place.to(tl.int64) * STAGED + row % STAGED
+        tl.store(staged_group_ptr + place, expert.to(tl.int32), mask=kept)
+        for chunk in tl.static_range(CHUNKS):
+            block = chunk * BLOCKS + tl.arange(0, BLOCKS)
+            target = staged_ptr + (place[None, :] * WIDTH + block[:, None] * 16)
+            inside = kept[None, :] & (block * 16 < WIDTH)[:, None]
+            store_held(target, blocks[chunk], dtype, inside, WIDE)
     amaxes = ()
     largest = tl.zeros((BLOCKS, ROWS), tl.int32)
     for chunk in tl.static_range(CHUNKS):
@@ -176,17 +186,20 @@ def compensate_rows_kernel(
     amax = amaxes[0]
     for chunk in tl.static_range(1, CHUNKS):
         amax = tl.maximum(amax, amaxes[chunk])
-    amax = tl.max(amax, 0)
+    if HOT == "fold":
+        amax, largest = tl.reduce((amax, largest), 0, larger_of_each)
+    else:
+        amax = tl.max(amax, 0)
     # 0, which the compiler does not know: it would keep what the loop above has split, several
-    # times the registers of x and bits.
-    nothing = (amax >> 31)[None, :]
+    # times the registers of x and bits, which of a single chunk are few.
+    nothing = (amax >> 31)[None, :] if CHUNKS > 1 else 0
     bad = amax >= INFINITY
     inverse = row_global_scale_inv(tl.where(bad, 0, amax))
     global_scale = tl.math.div_rn(1.0, inverse)
     row_scale = tl.where(bad, float("nan"), global_scale)
     whole = tl.where(bad, float("nan"), UNIT)
     if HOT == "fold":
-        shift = hot_shift(tl.max(largest, 0), global_scale)
+        shift = hot_shift(largest, global_scale)
         down = power_of_two(-shift)
         hot_inverse = tl.math.div_rn(1.0, row_scale)[None, :]
         row_scale = row_scale * power_of_two(shift)
@@ -203,7 +216,7 @@ def compensate_rows_kernel(
         unit = tl.where((block * 16 < WIDTH)[:, None], whole[None, :], 0.0)
         cold = blocks[chunk]
         if CHANNELS > 0:
-            cold, hot = split_hot(cold, bits[chunk] | nothing, dtype)
+            cold, hot = split_hot(cold, bits[chunk] + nothing, dtype)
         x = elements(cold, dtype)
         scale, encode, factor, live = tile_scales(amaxes[chunk], inverse, global_scale)
         values = tile_values(x, encode, factor)

@@ -26,9 +26,10 @@ from quads_common.kernels.rows import (
 
 __all__ = ["CompensatedRows", "Parts", "check_hot_bits", "check_lists", "compensate_rows"]
 
-# Up to so many rows a block for each thread: more work than the plain quantizer's, so that few
-# threads take longer than it pays to fill the GPU with fewer idle ones.
+# Up to so many rows a block for each thread, beyond at most so many: more work and more registers
+# for each than the plain quantizer has.
 FEW_ROWS = 1024
+MAX_CHUNKS = 3
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def _launch(
     staging: Staging | None,
     next_may_start: bool,
 ) -> None:
-    tile = row_tile(x.shape[0], width, FEW_ROWS)
+    tile = row_tile(x.shape[0], width, FEW_ROWS, MAX_CHUNKS)
     limit = activation.limit if activation is not None else None
     act_alpha, beta = (activation.alpha, activation.beta) if activation else (0.0, 0.0)
     mask, channels, bits = compensation.block_mask, compensation.channels, compensation.hot_bits

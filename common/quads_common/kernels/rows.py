@@ -23,6 +23,8 @@ MAX_WIDTH = 65536
 PLANE_ALIGNMENT = 32
 # Up to so many programs a GPU is not full: latency counts, not throughput.
 FEW_TILES = 256
+# Blocks of a thread where there are many rows, at most where they fit.
+MAX_CHUNKS = 4
 # Threads of a program where there are many rows, and at most.
 ROW_THREADS = 128
 MAX_THREADS = 512
@@ -135,7 +137,7 @@ def _launch_rows(
     width: int,
     next_may_start: bool,
 ) -> None:
-    tile = row_tile(x.shape[0], width)
+    tile = row_tile(x.shape[0], width, FEW_TILES, MAX_CHUNKS)
     limit = activation.limit if activation is not None else None
     alpha, beta = (activation.alpha, activation.beta) if activation is not None else (0.0, 0.0)
     values = result.operand.values if result.operand is not None else x
@@ -180,18 +182,18 @@ class Tile:
         return max(1, self.rows * self.blocks // 32)
 
 
-def row_tile(rows: int, width: int, few: int = FEW_TILES) -> Tile:
-    """The tile of ``quantize_rows``, with ``chunks`` of ``blocks`` in a row.
+def row_tile(rows: int, width: int, few: int, chunks: int) -> Tile:
+    """The tile of a quantizer, with ``chunks`` of ``blocks`` in a row.
 
-    Up to ``few`` rows: a block for each thread. Many: several, which share the work of a row. ``blocks`` is
-    a multiple of 16, so the tile covers the planes of an operand.
+    Up to ``few`` rows: a block for each thread. Many: up to ``chunks``, which share the work of a
+    row. ``blocks`` is a multiple of 16, so the tile covers the planes of an operand.
     """
     blocks = max(16, triton.cdiv(width, BLOCK_SIZE))
     if rows <= few:
         wide = min(MAX_THREADS, triton.next_power_of_2(blocks))
         tile_rows = max(1, 32 // wide)
     else:
-        sizes = [s for s in (16, 32, 64, 128, 256, 512) if 4 * s >= blocks or s == MAX_THREADS]
+        sizes = [s for s in (16, 32, 64, 128, 256, 512) if chunks * s >= blocks or s == MAX_THREADS]
         wide = best_split(blocks, sizes)
         tile_rows = max(1, ROW_THREADS // wide)
     return Tile(tile_rows, wide, triton.cdiv(blocks, wide))

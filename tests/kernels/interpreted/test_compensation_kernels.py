@@ -9,7 +9,8 @@ from quads_common.compensation import CompensationOptions, Site, new_site_state
 from quads_common.compensation.ops import quads_linear_compensated, quads_moe_compensated
 from quads_common.compensation.selection import write_selection
 from quads_common.compensation.staging import StagedInput, Staging, new_staging
-from quads_common.kernels import compensated
+from quads_common.kernels import compensated, compensated_rows
+from quads_common.kernels.rows import Tile, row_tile
 from quads_common.kernels.statistics import count_staged_triton
 from tests.kernels import compare_compensated, compare_compensated_rows, compare_statistics
 from tests.kernels.compensated_cases import Preset
@@ -35,6 +36,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
 def test_kernels_equal_torch(group):
     checks = list(group("cpu", SHAPES, True))
+    failed = [f"{name}: {text}" for name, ok, text in checks if not ok]
+    assert checks
+    assert not failed, "\n".join(failed)
+
+
+def test_many_rows(monkeypatch):
+    """Rows of 41 and 17 blocks, in three and two chunks of 16."""
+    monkeypatch.setattr(compensated_rows, "FEW_ROWS", 0)
+    assert row_tile(1, 656, 0, compensated_rows.MAX_CHUNKS) == Tile(8, 16, 3)
+    shapes = {"chunks": (656, 272, 4, 2)}
+    checks = list(compare_compensated_rows.operands("cpu", shapes, True))
     failed = [f"{name}: {text}" for name, ok, text in checks if not ok]
     assert checks
     assert not failed, "\n".join(failed)

@@ -60,8 +60,8 @@ def test_kernels_equal_torch(large_tiles, group):
 def test_many_rows(monkeypatch, group):
     """Rows of 41 and 17 blocks, in three and two chunks of 16."""
     monkeypatch.setattr(row_kernels, "FEW_TILES", 0)
-    assert row_kernels.row_tile(1, 656) == row_kernels.Tile(8, 16, 3)
-    assert row_kernels.row_tile(1, 272) == row_kernels.Tile(8, 16, 2)
+    assert row_kernels.row_tile(1, 656, 0, 4) == row_kernels.Tile(8, 16, 3)
+    assert row_kernels.row_tile(1, 272, 0, 4) == row_kernels.Tile(8, 16, 2)
     checks = list(group("cpu", {"chunks": (656, 272, 4, 2)}, True))
     failed = [f"{name}: {text}" for name, ok, text in checks if not ok]
     assert not failed, "\n".join(failed)
