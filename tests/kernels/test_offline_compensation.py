@@ -120,9 +120,12 @@ def test_residuals_times_alpha_contract_nothing():
 
 @pytest.mark.parametrize(
     "form, number, allowed",
-    [(("none", 2048, True, "none", False), 1, 42), (("none", 2048, True, "fold", False), 1, 53),
-     (("none", 2048, True, "none", False), 4096, 37), (("silu", 768, True, "none", False), 4096, 50),
-     (("silu", 768, True, "fold", False), 4096, 65), (("silu", 768, False, "list", False), 4096, 49)],
+    [(("none", 2048, True, "none", False), 1, 42),
+     (("none", 2048, True, "fold", False), 1, 53),
+     (("none", 2048, True, "none", False), 4096, 37),
+     (("silu", 768, True, "none", False), 4096, 50),
+     (("silu", 768, True, "fold", False), 4096, 65),
+     (("silu", 768, False, "list", False), 4096, 49)],
     ids=str,
 )  # fmt: skip
 def test_quantizers_take_few_instructions(form, number, allowed):
