@@ -54,6 +54,14 @@ def operands(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
         lists = preset.lists(inner, experts, 4, "cpu")
         slots = x.repeat_interleave(top_k, dim=0)
         yield from expert_operands(f"operands {name} of experts", slots, ids, lists, device)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = hot_rows(5, hidden, generator, dtype)
+        lists = PRESETS["splice rac"].lists(hidden, 1, 4, "cpu")
+        odd = torch.empty((5, hidden + 1), dtype=dtype, device=device)[:, 1:]
+        odd.copy_(x)
+        want = compensated_operands(x, lists)
+        got = compensate_rows(odd, moved(lists, device))
+        yield f"operands at odd addresses {dtype}", *same_rows(got, want, hidden, False)
 
 
 def one_operand(

@@ -1,6 +1,7 @@
 """What the compiler makes of the compensation kernels for sm_80, sm_89 and sm_90.
 
-No multiply-add may be contracted, and nothing may spill on sm_90.
+No multiply-add may be contracted, and nothing may spill on sm_90. The quantizers ask for some whose
+products are exact.
 """
 
 import functools
@@ -11,8 +12,10 @@ import triton
 
 from quads_common.kernels import _compensated, _compensated_gemm, _statistics
 from quads_common.kernels.compensated_gemm import exact_config
+from quads_common.kernels.compensated_rows import FEW_ROWS, MAX_CHUNKS
 from quads_common.kernels.gemm import linear_config
 from quads_common.kernels.moe import moe_config
+from quads_common.kernels.rows import row_tile
 from quads_common.kernels.statistics import CHUNK, ROW_BLOCKS, TILE_BLOCKS, WARPS
 from tests.kernels.offline import compile_kernel, contracted
 
@@ -25,13 +28,8 @@ ROWS = {"stride_row": "i32", "HAS_IDS": True, "HAS_MAP": False, "HAS_FACTOR": Fa
 
 
 @functools.cache
-def rows(capability, activation, width, rac, hot, exact, few=True):
-    if few:
-        tile = {"ROWS": 1, "BLOCKS": 128 if width > 1024 else 64, "CHUNKS": 1}
-    else:
-        tile = {"ROWS": 4, "BLOCKS": 32, "CHUNKS": 4}
-        if width == 768:
-            tile = {"ROWS": 8, "BLOCKS": 16, "CHUNKS": 3}
+def rows(capability, activation, width, rac, hot, exact, number, scaled=False):
+    tile = row_tile(number, width, FEW_ROWS, MAX_CHUNKS)
     bits = activation != "none"  # the first input's list is one, the second's are many
     arguments = {
         "x_ptr": "*bf16", "factor_ptr": "*fp32", "block_mask_ptr": "*u8", "channels_ptr": "*i32",
@@ -44,12 +42,12 @@ def rows(capability, activation, width, rac, hot, exact, few=True):
         "PARTS": 1 + (exact and rac) + (hot == "part"), "ACTIVATION": activation, "RAC": rac,
         "CHANNELS": 0 if hot == "none" else 64, "MANY_MASKS": True, "MANY_LISTS": bits,
         "FOLD_RESIDUAL": not exact, "HOT": hot, "SLOTS": 64, "PACKED": exact,
-        "STAGED": 8 if bits else 1, "SCALED": False, **tile, "WIDE": True, "PTX": True,
+        "STAGED": 8 if bits else 1, "SCALED": scaled, "ROWS": tile.rows, "BLOCKS": tile.blocks,
+        "CHUNKS": tile.chunks, "WIDE": True, "PTX": True,
         "NEXT_MAY_START": capability == 90 and not bits,
     }  # fmt: skip
     return compile_kernel(
-        _compensated.compensate_rows_kernel, arguments, capability,
-        num_warps=tile["ROWS"] * tile["BLOCKS"] // 32,
+        _compensated.compensate_rows_kernel, arguments, capability, num_warps=tile.warps
     )
 
 
@@ -101,12 +99,41 @@ ROW_FORMS = [
 ]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability, number", [(80, 1), (89, 1), (90, 1), (90, 4096)])
 @pytest.mark.parametrize("form", ROW_FORMS, ids=str)
-def test_quantizers_contract_nothing(form, capability):
-    compiled = rows(capability, *form)
-    assert not contracted(compiled)
+def test_quantizers_contract_nothing(form, capability, number):
+    compiled = rows(capability, *form, number)
+    _, width, rac, hot, exact = form
+    # One an element where hot values are folded in, one where the residual is.
+    asked = (hot == "fold") + (rac and not exact)
+    chunks = row_tile(number, width, FEW_ROWS, MAX_CHUNKS).chunks
+    assert len(contracted(compiled)) == 16 * chunks * asked
     assert compiled.stack <= STACK[capability]
+    # Three programs of 128 threads on a multiprocessor.
+    assert compiled.registers <= 168
+    assert compiled.ptx.count("ld.global.v4.b32") >= chunks * (4 if form[0] == "silu" else 2)
+
+
+def test_residuals_times_alpha_contract_nothing():
+    assert not contracted(rows(90, "none", 2048, True, "none", False, 1, True))
+
+
+@pytest.mark.parametrize(
+    "form, number, allowed",
+    [(("none", 2048, True, "none", False), 1, 42),
+     (("none", 2048, True, "fold", False), 1, 53),
+     (("none", 2048, True, "none", False), 4096, 37),
+     (("silu", 768, True, "none", False), 4096, 50),
+     (("silu", 768, True, "fold", False), 4096, 65),
+     (("silu", 768, False, "list", False), 4096, 49)],
+    ids=str,
+)  # fmt: skip
+def test_quantizers_take_few_instructions(form, number, allowed):
+    """An element, static; before blocks lay in threads they were 61, 76, 61, 89, 105 and 73."""
+    compiled = rows(90, *form, number)
+    lines = re.findall(r"/\*[0-9a-f]{4,5}\*/ +(.*) ;", compiled.sass())
+    elements = 16 * row_tile(number, form[1], FEW_ROWS, MAX_CHUNKS).chunks
+    assert sum(not line.startswith("NOP") for line in lines) / elements < allowed
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
