@@ -48,7 +48,9 @@ def rows(capability, activation, width, rac, hot, exact, few=True):
         "NEXT_MAY_START": capability == 90 and not bits,
     }  # fmt: skip
     return compile_kernel(
-        _compensated.compensate_rows_kernel, arguments, capability,
+        _compensated.compensate_rows_kernel,
+        arguments,
+        capability,
         num_warps=tile["ROWS"] * tile["BLOCKS"] // 32,
     )
 
