@@ -9,6 +9,7 @@ difference of two such shares.
 """
 
 import math
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -36,6 +37,7 @@ def right(llm: Any, problems: list[tuple[str, str]]) -> float:
 
 
 def main() -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights go to the worker in this process
     problems = heldout(COUNT)
     llm = engine(
         MODEL,

@@ -108,7 +108,11 @@ def table_error(routes: Routes, plan: DecodePlan) -> str:
     return "" if same else "slots are missing, twice or with the wrong expert"
 
 
-def layers(shape: str, counts: tuple[int, ...] = (1, 3, 17, 100, 256)) -> Iterator[Check]:
+def layers(
+    shape: str,
+    counts: tuple[int, ...] = (1, 3, 17, 100, 256),
+    kinds: tuple[str, ...] = ROUTINGS,
+) -> Iterator[Check]:
     hidden, inner, experts, top_k = SHAPES[shape]
     generator = torch.Generator("cuda").manual_seed(6)
     w13 = random_weight(experts, 2 * inner, hidden, generator=generator, device="cuda")
@@ -118,7 +122,7 @@ def layers(shape: str, counts: tuple[int, ...] = (1, 3, 17, 100, 256)) -> Iterat
     ok = all(torch.equal(b.packed, w.packed) for b, w in zip(back, (w13, w2), strict=True))
     yield f"{shape} tiles undone", ok, ""
     for tokens in counts:
-        for kind in ROUTINGS if tokens in (3, 100) else ("uniform",):
+        for kind in kinds if tokens in (3, 100) else ("uniform",):
             for act in ("nvfp4", "bf16"):
                 routes = make_routes(tokens, top_k, experts, kind, tokens)
                 x = random_rows(tokens, hidden, generator=generator, device="cuda")

@@ -118,7 +118,7 @@ def hopper_tables(device: str) -> Iterator[Check]:
 
 
 def hopper_layers(shape: str) -> Callable[[str], Iterator[Check]]:
-    return lambda device: check_hopper.layers(shape, (1, 3, 40))
+    return lambda device: check_hopper.layers(shape, (3, 40), ("uniform", "skipped", "none"))
 
 
 def hopper_compensated(device: str) -> Iterator[Check]:
