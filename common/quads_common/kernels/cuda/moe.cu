@@ -210,14 +210,6 @@ struct StripColumns {
     }
   }
 
-#ifdef COLUMNS_AHEAD
-  // A later strip's rows to the L2 cache.
-  static DEVICE void ahead(const MoeArguments& A, int expert, int strip, int lane) {
-    if (ALL > 0 && lane < (DOWN ? 1 : 2))
-      bulk_prefetch(row(A, expert, strip, 0) + lane * HIGH, (DOWN ? 32 : 16) * BYTES);
-  }
-#endif
-
   // acc, sums of a strip or of a part of it, to final units; += columns x hot values. hot: shared
   // address of those of this lane's slot.
   DEVICE void add(const MoeArguments& A, float (&acc)[2][TILES][4], const Slots& slots, int expert,
@@ -485,9 +477,6 @@ DEVICE void both_halves(const MoeArguments& A) {
         const u32 row = x + (lane >> 2) * X_ROW;
         StripColumns<false, TILES> columns;
         columns.start(A, block.expert, strip, lane);
-#ifdef COLUMNS_AHEAD
-        if (strip + WARPS < UP_STRIPS) columns.ahead(A, block.expert, strip + WARPS, lane);
-#endif
         multiply_strip<false, TILES, STAGES<false>>(
             A, acc, current, strip_offset<false>(block.expert, strip, lane),
             strip_offset<false>(block.expert, next, lane), row + (lane & 3) * 8);
@@ -517,9 +506,6 @@ DEVICE void both_halves(const MoeArguments& A) {
         const u32 row = products + (lane >> 2) * PRODUCT_ROW;
         StripColumns<true, TILES> columns;
         columns.start(A, block.expert, strip, lane);
-#ifdef COLUMNS_AHEAD
-        if (strip + WARPS < DOWN_STRIPS) columns.ahead(A, block.expert, strip + WARPS, lane);
-#endif
         multiply_strip<true, TILES, STAGES<true>>(
             A, acc, current, strip_offset<true>(block.expert, strip, lane),
             strip_offset<true>(block.expert, next, lane), row + (lane & 3) * 8);
