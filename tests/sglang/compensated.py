@@ -13,7 +13,9 @@ from tests.checkpoints import ARITH_MOE
 
 SPLICE_COUNTS = {f"splice_count_{kind}": 16 for kind in ("w13", "w2", "linear")}
 VLLM_FILES = Path(__file__).parent / "vllm_files"
-PROMPTS, FED = 60, 40  # sequences for log-probs, and those that are counted
+FED = slice(60, 100)  # of ``heldout``: those that are counted
+SCORED = slice(100, 400)  # those whose log-probs are compared
+GROUP = 9  # of them at once: 117 tokens at most, which no engine here cuts into chunks
 CAPTURED, ALONE = 12, 12  # those of the batches that are looked into, and that are sent one by one
 
 
@@ -46,9 +48,25 @@ def heldout(count: int = 400) -> list[list[int]]:
 
 
 def vllm_logprobs(preset: str) -> list[torch.Tensor]:
-    """What vLLM gave for the first ``PROMPTS`` of ``heldout``."""
-    found = load_file(VLLM_FILES / f"{preset}-logprobs.safetensors")
-    return [found[str(i)] for i in range(PROMPTS)]
+    """What vLLM gave for the ``SCORED`` sequences of ``heldout``."""
+    found = load_file(VLLM_FILES / f"{preset}-logprobs.safetensors")["logprobs"]
+    return list(found.split([len(ids) - 1 for ids in heldout()[SCORED]]))
+
+
+def first_seen(sequences: list[list[int]]) -> torch.Tensor:
+    """Which log-probs of the sequences, one after the other, no earlier sequence begins with.
+
+    bool [all tokens but each sequence's first]. Problems share their first digits, and what comes
+    after equal beginnings is one measurement: counted each time, one of them was most of what lay
+    beyond the 99th percentile.
+    """
+    seen: set[tuple[int, ...]] = set()
+    new = []
+    for ids in sequences:
+        beginnings = [tuple(ids[:end]) for end in range(2, len(ids) + 1)]
+        new += [beginning not in seen for beginning in beginnings]
+        seen.update(beginnings)
+    return torch.tensor(new)
 
 
 def hot_checkpoint(target: Path) -> Path:

@@ -36,6 +36,11 @@ class CompensationProbes(Probes):
         """Log-probs of prompts that are sent one by one: the same batches in every engine."""
         return [self.logprobs([ids])[0] for ids in sequences]
 
+    def in_groups(self, sequences: list[list[int]], size: int) -> list[torch.Tensor]:
+        """Log-probs of prompts that are sent ``size`` at a time."""
+        groups = (sequences[i : i + size] for i in range(0, len(sequences), size))
+        return [found for group in groups for found in self.logprobs(group)]
+
     def counted(self, sequences: list[list[int]], pad_to: int = 1) -> list[dict[str, Any]]:
         """Statistics of a mixed batch beside those recomputed from the same rows, per rank."""
         updates.flush(self.engine)

@@ -1,4 +1,4 @@
-"""What ``test_compensation_vllm.py`` holds SGLang to: selections and log-probs of a vLLM engine.
+"""What ``check_logprobs`` holds SGLang to: selections and log-probs of a vLLM engine.
 
     .venv/bin/python -m tests.sglang.make_vllm_files
 
@@ -12,12 +12,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 
 from tests.checkpoints import ARITH_MOE
 from tests.sglang.compensated import (
     FED,
-    PROMPTS,
+    SCORED,
     VLLM_FILES,
     heldout,
     options_of,
@@ -31,14 +32,14 @@ def make(preset: str, folder: Path) -> None:
     path = VLLM_FILES / f"{preset}.safetensors"
     options = options_of(preset)
     selection = [
-        ("fed", "generate", [sequences[PROMPTS : PROMPTS + FED], 5]),
+        ("fed", "generate", [sequences[FED], 5]),
         ("refreshed", "refresh", []),
         ("synced", "reload", [str(ARITH_MOE)]),  # which brings BF16 columns into force
         ("saved", "save", [str(path)]),
     ]
     probes = [
         *(selection if preset != "nvfp4" else ()),
-        ("logprobs", "logprobs", [sequences[:PROMPTS]]),
+        ("logprobs", "logprobs", [sequences[SCORED]]),
     ]
     found = run_engine(
         folder / preset,
@@ -47,9 +48,9 @@ def make(preset: str, folder: Path) -> None:
         quantization="quads_nvfp4",
         additional_config={"quads": options},
     )
-    logprobs = {str(i): values for i, values in enumerate(found["logprobs"])}
+    logprobs = torch.cat(found["logprobs"])  # one tensor: a name for each sequence is larger
     header = {"options": json.dumps(options)}
-    save_file(logprobs, VLLM_FILES / f"{preset}-logprobs.safetensors", header)
+    save_file({"logprobs": logprobs}, VLLM_FILES / f"{preset}-logprobs.safetensors", header)
 
 
 def main() -> None:

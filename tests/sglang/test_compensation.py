@@ -16,7 +16,8 @@ from tests.sglang.compensated import (
     ALONE,
     CAPTURED,
     FED,
-    PROMPTS,
+    GROUP,
+    SCORED,
     VLLM_FILES,
     heldout,
     hot_channels,
@@ -37,7 +38,7 @@ SMALL_STEPS = {"chunked_prefill_size": 120, "max_running_requests": 40, "enable_
 def spliced(compensated, hot, tmp_path_factory):
     """The engine that is looked into most."""
     sequences, saved = heldout(), tmp_path_factory.mktemp("saved")
-    fed, others = sequences[PROMPTS : PROMPTS + FED], sequences[PROMPTS + FED :]
+    fed, others = sequences[FED], sequences[FED.stop :]
     long = [token for ids in fed for token in ids][:200]
     file, batch, alone = str(saved / "splice"), sequences[:CAPTURED], sequences[:ALONE]
     probes = [
@@ -73,7 +74,7 @@ def spliced(compensated, hot, tmp_path_factory):
         ("arith-moe", "from_disk", [str(ARITH_MOE)]),
         ("vLLM's loaded", "load", [str(VLLM_FILES / "quads_splice.safetensors")]),
         ("vLLM's lists", "lists", []),
-        ("logprobs", "alone", [sequences[:PROMPTS]]),
+        ("logprobs", "in_groups", [sequences[SCORED], GROUP]),
     ]
     return compensated(options_of("quads_splice"), probes, **SMALL_STEPS)
 

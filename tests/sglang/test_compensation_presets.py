@@ -14,7 +14,8 @@ from tests.sglang.compensated import (
     ALONE,
     CAPTURED,
     FED,
-    PROMPTS,
+    GROUP,
+    SCORED,
     VLLM_FILES,
     heldout,
     hot_channels,
@@ -45,7 +46,7 @@ def quads(compensated, sequences, saved):
     options = options_of("quads", selection_file=str(VLLM_FILES / "quads.safetensors"))
     probes = [
         ("vLLM's lists", "lists", []),
-        ("logprobs", "alone", [sequences[:PROMPTS]]),
+        ("logprobs", "in_groups", [sequences[SCORED], GROUP]),
         ("saved", "save", [str(saved / "quads")]),
     ]
     return compensated(options, probes, model=ARITH_MOE)
@@ -67,13 +68,13 @@ def foursight(compensated, hot, sequences, saved):
         ("columns", "columns", []),
         ("alone", "alone", [alone]),
         ("layers, foursight", "layers", [batch]),
-        ("fed", "generate", [sequences[PROMPTS : PROMPTS + FED], 5]),
+        ("fed", "generate", [sequences[FED], 5]),
         ("half", "update_without", [str(hot), "experts.3."]),
         ("whole", "update_without", [str(hot), "none is skipped"]),
         ("loaded", "load", [str(VLLM_FILES / "foursight.safetensors")]),
         ("arith-moe", "from_disk", [str(ARITH_MOE)]),
         ("vLLM's lists", "lists", []),
-        ("logprobs", "alone", [sequences[:PROMPTS]]),
+        ("logprobs", "in_groups", [sequences[SCORED], GROUP]),
     ]
     first = compensated(options_of("foursight"), probes)
     probes = [("lists", "lists", []), ("columns", "columns", []), ("alone", "alone", [alone])]
