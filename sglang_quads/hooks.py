@@ -26,7 +26,7 @@ from sglang.srt.model_loader.utils import get_model_architecture
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from quads_common.backend import general_backend
-from quads_common.options import QUANT_METHOD
+from quads_common.options import OPTION_KEYS, QUANT_METHOD
 from sglang_quads import actions, compat, sync
 from sglang_quads.compensation import WARM_UP, next_batch, real_tokens
 from sglang_quads.config import (
@@ -43,6 +43,7 @@ __all__ = ["register", "targets"]
 
 logger = logging.getLogger(__name__)
 
+MISPLACED = ("quads", QUANT_METHOD, "quant_method")  # not options, but meant to be
 _LOADER = "sglang.srt.model_loader.loader"
 _REQUEST = "sglang.srt.managers.io_struct.GenerateReqInput"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -97,8 +98,8 @@ def enable_in_server_args(args: Any, *_: Any, **__: Any) -> None:
         ValueError: a feature that does not work, or an overriding quantization_config that is no
             object (SGLang dies of it).
     """
-    if args.quantization is None and enabled_for(args.model_path):
-        args.quantization = QUANT_METHOD
+    if enabled_for(args.model_path) and args.quantization is None:
+        switch_on(args, args.model_path)
     if args.quantization == QUANT_METHOD:
         check_override(args.json_model_override_args)
         check_server_args(args)
@@ -109,12 +110,25 @@ def enable_in_server_args(args: Any, *_: Any, **__: Any) -> None:
 
 
 def check_override(text: Any) -> None:
-    """Raise ``ValueError`` if ``--json-model-override-args`` holds a wrong quantization_config."""
+    """What ``--json-model-override-args`` holds: SGLang ignores keys that it does not know.
+
+    Raises:
+        ValueError: quantization_config is no object, or options stand beside it.
+    """
     try:
         override = json.loads(text or "{}")
     except (TypeError, ValueError):
         return  # SGLang's own error says so
-    section = override.get("quantization_config") if isinstance(override, dict) else None
+    if not isinstance(override, dict):
+        return
+    for key in override:
+        if key in OPTION_KEYS or key in MISPLACED:
+            raise ValueError(
+                f"--json-model-override-args: {key!r} has no effect there: options of "
+                f"{QUANT_METHOD} belong into its quantization_config, as in "
+                """'{"quantization_config": {"method": "quads"}}'"""
+            )
+    section = override.get("quantization_config")
     if section is not None and not isinstance(section, dict):
         raise ValueError(f"quantization_config must be an object, got {section!r}")
 
@@ -126,7 +140,7 @@ def refuse_features(_: Any, args: Any, *__: Any, **___: Any) -> None:
 
 
 def enabled_for(model_path: Any) -> bool:
-    """Whether ``SGLANG_QUADS_CONFIG`` switches the method on for a model.
+    """Whether ``SGLANG_QUADS_CONFIG`` would switch the method on for a model.
 
     Raises:
         ValueError: "enable" or "model" of the wrong type.
@@ -138,17 +152,35 @@ def enabled_for(model_path: Any) -> bool:
             f'{ENVIRONMENT_VARIABLE}: "enable" must be true or false and "model" a path pattern, '
             f"got {enable!r} and {pattern!r}"
         )
-    if not (enable and fnmatch.fnmatch(str(model_path), pattern)):
-        return False
+    return enable and fnmatch.fnmatch(str(model_path), pattern)
+
+
+def switch_on(config: Any, model_path: Any) -> None:
+    """Make it the method of ``ServerArgs`` or of a ``ModelConfig``."""
+    config.quantization = QUANT_METHOD
     logger.info("%s switches on quads_nvfp4 for %s", ENVIRONMENT_VARIABLE, model_path)
-    return True
+
+
+@functools.cache
+def warn_of_options_without_method(keys: str) -> None:
+    """Once: what the environment variable holds has no effect."""
+    logger.warning(
+        '%s holds %s, but quads_nvfp4 is not in use: give --quantization quads_nvfp4, or "enable": '
+        'true there ("enable": false if that is meant)',
+        ENVIRONMENT_VARIABLE,
+        keys,
+    )
 
 
 def enable_in_model_config(config: Any) -> None:
     """The same for a ``ServerArgs`` that was built without this plugin; note what was asked for."""
-    section = model_section(config)
-    if config.quantization is None and section is None and enabled_for(config.model_path):
-        config.quantization = QUANT_METHOD
+    enabled = enabled_for(config.model_path)
+    if config.quantization is None and model_section(config) is None:
+        options = environment_options()
+        if enabled:
+            switch_on(config, config.model_path)
+        elif options and "enable" not in options:
+            warn_of_options_without_method(", ".join(map(repr, options)))
     if config.quantization == QUANT_METHOD:
         config.quads_requested = True
 

@@ -7,12 +7,13 @@ it is complete. So no update path needs a call after it, on any version.
 
 What models pass over in silence is caught around ``model.load_weights``: stacked experts
 (transformers 5) go to the layer's loader, and a tensor of a quantized layer that nothing took is an
-error.
+error, as is one that is named like such a tensor (see ``names``).
 """
 
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 from quads_common.layer_weights import drop_open
 from quads_common.shards import ExpertLoader, LinearLoader
 from quads_common.weight_units import WeightUnits
+from sglang_quads.names import ModelNames
 
 __all__ = [
     "LOAD_FORMATS",
@@ -120,6 +122,24 @@ def watch_load_weights(model: nn.Module) -> None:
     model.load_weights = watched
 
 
+@dataclass
+class Seen:
+    """Of one call. expected: calls of loaders that must come. not_taken: names without one.
+
+    known, unknown: whether any, and which of the other tensors have names of the model's.
+    """
+
+    expected: int = 0
+    not_taken: list[str] = field(default_factory=list)
+    known: bool = False
+    unknown: list[str] = field(default_factory=list)
+
+
+def shortened(names: list[str]) -> str:
+    """The first four of them, and how many more."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
 class Watch:
     """Looks at what a model's ``load_weights`` does with the tensors of quantized layers.
 
@@ -135,6 +155,7 @@ class Watch:
                 self.experts[loader.shards.prefix] = loader
             elif loader is not None:
                 self.linears.update(dict.fromkeys(module.quads_names, loader))
+        self.names = ModelNames(model, self.linears)
         self.loaders = {id(x): x for x in (*self.experts.values(), *self.linears.values())}
 
     def load(
@@ -146,37 +167,52 @@ class Watch:
         """Call the model's own function; raise for tensors that it passed over.
 
         Raises:
-            ValueError: names tensors of quantized layers that no loader was called with.
+            ValueError: names tensors of quantized layers that no loader was called with, tensors
+                that are named like such ones, or, where no name is known, all of them.
         """
         before = self._calls()
-        expected = [0]
-        not_taken: list[str] = []
-        result = load_weights(self._follow(weights, expected, not_taken), *args)
+        seen = Seen()
+        result = load_weights(self._follow(weights, seen), *args)
         # Models may load in threads, so only the number of calls at the end is certain.
-        if self._calls() - before < expected[0]:
-            shown = ", ".join(not_taken[:4])
-            more = f" and {len(not_taken) - 4} more" if len(not_taken) > 4 else ""
-            raise ValueError(f"no quantized layer has such a weight: {shown}{more}")
+        calls = self._calls() - before
+        if calls < seen.expected:
+            raise ValueError(f"no quantized layer has such a weight: {shortened(seen.not_taken)}")
+        if seen.unknown and calls == 0 and not seen.known:
+            raise ValueError(
+                f"no parameter of the model has such a name: {shortened(seen.unknown)}; nothing "
+                "was loaded"
+            )
+        if seen.unknown:
+            logger.warning(
+                "quads_nvfp4: no parameter of the model has such a name: %s; SGLang skips them",
+                shortened(seen.unknown),
+            )
         return result
 
     def _follow(
-        self, weights: Iterable[tuple[str, torch.Tensor]], expected: list[int], not_taken: list[str]
+        self, weights: Iterable[tuple[str, torch.Tensor]], seen: "Seen"
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Hand tensors on; count those that a loader must take, note those that none took."""
         for name, weight in weights:
             experts = self._experts_of(name)
             loader = experts or self.linears.get(name)
-            if loader is None:
+            if loader is None and self.names.known(name):
+                seen.known = True
                 yield name, weight
                 continue
-            before = loader.calls
-            if experts is not None and weight.ndim == 3 and self._load_stack(experts, name, weight):
-                expected[0] += loader.calls - before
+            if loader is None and not self.names.like_quantized(name):
+                seen.unknown.append(name)
+                yield name, weight
                 continue
-            expected[0] += 1
+            before = self._calls() if loader is None else loader.calls
+            if experts is not None and weight.ndim == 3 and self._load_stack(experts, name, weight):
+                seen.expected += experts.calls - before
+                continue
+            seen.expected += 1
             yield name, weight
-            if loader.calls == before:  # the model asks for the next one
-                not_taken.append(f"{name} {list(weight.shape)}")
+            # The model asks for the next one.
+            if before == (self._calls() if loader is None else loader.calls):
+                seen.not_taken.append(f"{name} {list(weight.shape)}")
 
     def _load_stack(self, loader: ExpertLoader, name: str, weight: torch.Tensor) -> bool:
         """Whether the name is that of a stack of all experts; loads it if so."""

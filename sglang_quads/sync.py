@@ -3,6 +3,7 @@
 What quantizes is the parameters' own loaders (see ``loading``); here is what surrounds them.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from sglang.srt.distributed import get_tp_group
 from torch import nn
 
 from quads_common.compensation.ranks import SelectionsDifferError
-from quads_common.layer_weights import all_units, mark_lost, raise_if_lost
+from quads_common.layer_weights import all_units, mark_lost, raise_if_lost, whole_update
 from sglang_quads import compat
 from sglang_quads.compensation import note_changes
 from sglang_quads.loading import drain_errors, end_sync
@@ -48,18 +49,23 @@ def run_update(
         return original(owner, *args, **kwargs)
     model_config = compat.updated_model_config(owner)
     path = model_config.model_path
+    units = all_units(model)
     drain_errors()
-    try:
-        check_path(kind, args, kwargs)
-        success, message = original(owner, *args, **kwargs)
-    except Exception as error:  # told to the client, on every rank
-        success, message = False, f"{type(error).__name__}: {error}"
-    errors = drain_errors()
-    try:
-        for units in all_units(model):
-            units.check()  # on a GPU NaN and Inf are looked for here
-    except ValueError as error:
-        errors.append(str(error))
+    with whole_update(units) if kind == "disk" else contextlib.nullcontext() as incomplete:
+        try:
+            check_path(kind, args, kwargs)
+            success, message = original(owner, *args, **kwargs)
+        except Exception as error:  # told to the client, on every rank
+            success, message = False, f"{type(error).__name__}: {error}"
+        errors = drain_errors()
+        try:
+            for group in units:
+                group.check()  # on a GPU NaN and Inf are looked for here
+        except ValueError as error:
+            errors.append(str(error))
+        # With a filter of names a disk update is no whole one.
+        if success and incomplete is not None and not names_filtered(args, kwargs):
+            errors += filter(None, [incomplete()])
     if errors:
         success, message = False, "; ".join(errors)
     success, message = agree(success, message)
@@ -68,6 +74,11 @@ def run_update(
     if kind == "disk" and not success:
         model_config.model_path = path
     return success, message
+
+
+def names_filtered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a disk update was told to leave names out (arguments without ``self``)."""
+    return kwargs.get("weight_name_filter", args[2] if len(args) > 2 else None) is not None
 
 
 def check_path(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -3,7 +3,9 @@
 Nothing here knows an engine. A quantized layer keeps its units in the attribute ``quads_units``.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ __all__ = [
     "raise_if_lost",
     "refuse_scale",
     "weight_counts",
+    "whole_update",
 ]
 
 
@@ -105,6 +108,34 @@ def drop_open(units: Iterable[WeightUnits], warn: Callable[[str], None]) -> list
     return dropped
 
 
+@contextlib.contextmanager
+def whole_update(units: Sequence[WeightUnits]) -> Iterator[Callable[[], str]]:
+    """Around an update that must bring everything; yields what tells of that, once it is over.
+
+    That is a sentence naming the units that did not come whole, or "".
+    """
+    before = [set(group.loaded) for group in units]
+    for group in units:
+        group.loaded.clear()
+
+    def incomplete() -> str:
+        left = {u.name: [i for i in range(u.count) if i not in u.loaded] for u in units}
+        named = [f"{name}{ids}" for name, ids in left.items() if ids]
+        if not named:
+            return ""
+        shown = ", ".join(named[:4]) + (f" and {len(named) - 4} more" if len(named) > 4 else "")
+        return (
+            f"the checkpoint is incomplete: no complete weights for {shown}; they keep their "
+            "previous ones, all others are new"
+        )
+
+    try:
+        yield incomplete
+    finally:
+        for group, held in zip(units, before, strict=True):
+            group.loaded |= held
+
+
 def mark_lost(model: nn.Module) -> None:
     """The memory of the weights was discarded (sleep, release): all must come again."""
     for units in all_units(model):
@@ -134,7 +165,8 @@ def partial_fingerprints(model: nn.Module) -> dict[str, list[dict[str, Any]]]:
 def weight_counts(model: nn.Module, kept: Callable[[nn.Module], bool]) -> dict[str, int]:
     """Layers quantized and kept, and bytes of all weights before and after, of this rank.
 
-    kept: says whether an unquantized module counts as a layer (linear or experts).
+    BF16 columns of compensated inputs are weights too. kept: says whether an unquantized module
+    counts as a layer (linear or experts).
     """
     quantized = kept_layers = before = after = 0
     packed: set[int] = set()
@@ -147,6 +179,8 @@ def weight_counts(model: nn.Module, kept: Callable[[nn.Module], bool]) -> dict[s
         for units in group:
             before += units.packed.numel() * 2 * torch.bfloat16.itemsize
             after += sum(t.nbytes for t in (units.packed, units.block_scale, units.global_scale))
+        buffers = module.named_buffers(recurse=False)  # columns: see ``compensation.LayerInput``
+        after += sum(b.nbytes for name, b in buffers if re.fullmatch(r"quads_\w+_columns", name))
         named = module.named_parameters(recurse=False)
         packed |= {id(p) for name, p in named if not name.endswith("bias")}
     other = sum(p.nbytes for p in model.parameters() if id(p) not in packed)

@@ -15,6 +15,7 @@ from quads_common.gemm import ACT_FORMATS, ActFormat
 from quads_common.placement import Placement
 
 __all__ = [
+    "OPTION_KEYS",
     "QUANT_METHOD",
     "QuadsOptions",
     "check_options",
@@ -117,6 +118,7 @@ class QuadsOptions:
 
 _OWN_KEYS = tuple(f.name for f in dataclasses.fields(QuadsOptions) if f.name != "knobs")
 _KNOBS = tuple(f.name for f in dataclasses.fields(CompensationOptions))
+OPTION_KEYS = (*_OWN_KEYS, *_KNOBS)
 
 
 def merge_options(sources: Mapping[str, Mapping[str, Any]]) -> QuadsOptions:
@@ -153,10 +155,10 @@ def check_options(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
             f"{source}: quant_method is {raw['quant_method']!r}, expected {QUANT_METHOD!r}"
         )
     values = {key: value for key, value in raw.items() if key != "quant_method"}
-    unknown = sorted(set(values) - {*_OWN_KEYS, *_KNOBS})
+    unknown = sorted(set(values) - {*OPTION_KEYS})
     if unknown:
         raise ValueError(
-            f"{source}: unknown option {unknown[0]!r}; allowed are {[*_OWN_KEYS, *_KNOBS]}"
+            f"{source}: unknown option {unknown[0]!r}; allowed are {list(OPTION_KEYS)}"
         )
     for key, value in values.items():
         if key in ("targets", "ignore"):

@@ -6,6 +6,7 @@ import torch
 from quads_common.compensation.controller import Compensator
 from quads_common.compensation.layers import LayerInput, Runtime
 from quads_common.compensation.site import linear_site, moe_sites
+from quads_common.layer_weights import weight_counts
 from tests.compensation.serving import (
     ALL_PLANTED,
     NONE,
@@ -144,6 +145,18 @@ def test_inputs_that_are_not_compensated_are_not_kept_counted_or_reported(log, t
     assert [m["name"] for m in result["metrics"]] == [given[kind].state.site.name]
     path = str(tmp_path / "s")
     assert compensator.save(path, lambda parts: [parts]) == {"path": path, "inputs": 1}
+
+
+@pytest.mark.parametrize("count", [0, 16])
+def test_columns_count_as_weights(log, count):
+    """The report says what a layer's weights take, BF16 columns of hot channels included."""
+    chosen = options(splice_count_w13=count, splice_weight="bf16", compensate=("w13",))
+    layer = torch.nn.Module()
+    layer.quads_units = ()
+    bare = weight_counts(layer, bool)["bytes_after"]
+    runtime = Runtime(Compensator(chosen, tp_size=1, log=log), chosen, period=1, max_tokens=8)
+    LayerInput(layer, W13, runtime, units=2, rows=N, dtype=torch.bfloat16, device=CPU)
+    assert weight_counts(layer, bool)["bytes_after"] - bare == 2 * N * count * 2
 
 
 def test_forget_keeps_the_lists(log):

@@ -170,9 +170,9 @@ class Probes:
         results["open at the end"] = self.inside("open_units")[0]
         return results
 
-    def bad_weights(self, second: str) -> dict[str, dict[str, Any]]:
+    def bad_weights(self, first: str, second: str) -> dict[str, dict[str, Any]]:
         """One wrong tensor in an otherwise good update: the error, and the state afterwards."""
-        good = weights_of(second)
+        good, old = weights_of(second), list(weights_of(first).items())
         layer = "model.layers.1.mlp.experts"
         name = f"{layer}.3.up_proj.weight"
 
@@ -202,6 +202,12 @@ class Probes:
         results["nan on disk"] = self.failing(
             lambda: self.files.disk(self.engine, list(bad.items()))
         )
+        one = f"{layer}.3."
+        for case, left_out in (("half on disk", gate), ("missing on disk", one)):
+            there = [item for item in good.items() if not item[0].startswith(left_out)]
+            self.update(updates.tensors, old)
+            results[case] = self.failing(lambda there=there: self.files.disk(self.engine, there))
+        self.update(updates.tensors, old)
         results["direct"] = self.failing(
             lambda: updates.check(
                 self.engine.update_weights_from_tensor(
@@ -214,6 +220,39 @@ class Probes:
                 self.engine.update_weights_from_disk(second, load_format="flash_rl")
             )
         )
+        return results
+
+    def wrong_names(self, second: str) -> dict[str, dict[str, Any]]:
+        """Whole updates under names that a trainer's wrappers left, and single tensors."""
+        good = weights_of(second)
+        norm = good["model.norm.weight"]
+        renamed = {
+            "module": lambda name: f"module.{name}",
+            "no model": lambda name: name.removeprefix("model."),
+            "orig_mod": lambda name: name.replace(".mlp.", "._orig_mod.mlp."),
+        }
+        updates_of = {
+            case: [(rename(name), tensor) for name, tensor in good.items()]
+            for case, rename in renamed.items()
+        }
+        expert = good["model.layers.0.mlp.experts.0.gate_proj.weight"]
+        single = {
+            "norm": [("module.model.norm.weight", norm)],
+            "bare norm": [("norm.weight", norm)],
+            "wrapped norm": [("model.norm._orig_mod.weight", norm)],
+            "beside a known one": [("module.norm.weight", norm), ("model.norm.weight", norm)],
+            "rotary": [("model.layers.0.self_attn.rotary_emb.inv_freq", norm)],
+            "kv scale": [("model.layers.0.self_attn.k_proj.k_scale", norm)],
+            "draft layer": [("model.layers.4.mlp.experts.0.gate_proj.weight", expert)],
+        }
+        results = {}
+        for case, items in {**updates_of, **single}.items():
+            results[case] = self.failing(lambda items=items: updates.tensors(self.engine, items))
+        for case in renamed:  # as one call
+            items = updates_of[case]
+            results[f"{case}, whole"] = self.failing(
+                lambda items=items: updates.tensors(self.engine, items, bucket=len(items))
+            )
         return results
 
     def failing(self, update: Any) -> dict[str, Any]:

@@ -17,14 +17,18 @@ pytestmark = pytest.mark.sglang
 
 # Read cases from stdin, answer with what building ServerArgs says.
 SCRIPT = """
-import json, os, sys
+import json, logging, os, sys
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.server_args import ServerArgs
-answers = {}
+answers, warnings = {}, []
+handler = logging.Handler(logging.WARNING)
+handler.emit = lambda record: warnings.append(record.getMessage())
+logging.getLogger("sglang_quads").addHandler(handler)
 for name, case in json.load(sys.stdin).items():
     os.environ.pop("SGLANG_QUADS_CONFIG", None)
     os.environ.update(case["environment"])
+    warnings.clear()
     try:
         arguments = ServerArgs(**case["arguments"])
         options = arguments.get_model_config()
@@ -34,6 +38,7 @@ for name, case in json.load(sys.stdin).items():
             "error": "",
             "quantization": options.quantization,
             "options": options_of(model_section(options) or {}).to_dict(),
+            "warnings": list(warnings),
         }
     except Exception as error:
         answers[name] = {"error": f"{type(error).__name__}: {error}"}
@@ -108,6 +113,14 @@ def cases():
         "enable is no boolean": {"enable": 1},
     }.items():
         found[name] = ({"quantization": None}, variable)
+        if name == "not enabled":
+            found["disabled"] = ({"quantization": None}, {"enable": False, "act": "bf16"})
+        if name == "enable is no boolean":
+            found["enable is no boolean, with the method"] = ({}, variable)
+            found["model is no pattern, with the method"] = ({}, {"model": 5})
+    for key, value in (("rac_ratio", 0.5), ("quads", {"method": "quads"}), ("targets", "experts")):
+        arguments = {"json_model_override_args": json.dumps({key: value})}
+        found[f"misplaced, {key}"] = (arguments, None)
     found["no JSON"] = ({}, "{")
     found["no file"] = ({}, "nowhere.json")
     return found
@@ -181,6 +194,29 @@ def test_malformed_places(answers):
     assert "SGLANG_QUADS_CONFIG is not valid JSON" in answers["no JSON"]["error"]
     assert "'nowhere.json' is neither a JSON object nor a readable" in answers["no file"]["error"]
     assert '"enable" must be true or false' in answers["enable is no boolean"]["error"]
+
+
+@pytest.mark.parametrize("key", ["rac_ratio", "quads", "targets"])
+def test_options_beside_their_place(answers, key):
+    """SGLang puts such keys into the model's configuration, where nothing reads them."""
+    error = answers[f"misplaced, {key}"]["error"]
+    assert error.startswith(f"ValueError: --json-model-override-args: '{key}' has no effect there")
+    assert "belong into its quantization_config" in error
+
+
+def test_switches_are_checked_beside_the_flag(answers):
+    for case, got in (
+        ("enable is no boolean", "1 and '*'"),
+        ("model is no pattern", "False and 5"),
+    ):
+        assert f"got {got}" in answers[f"{case}, with the method"]["error"]
+
+
+def test_options_without_the_method_are_a_warning(answers):
+    (warning,) = answers["not enabled"]["warnings"]
+    assert warning.startswith("SGLANG_QUADS_CONFIG holds 'act', but quads_nvfp4 is not in use")
+    for case in ("disabled", "enable", "environment", "enable, model differs", "named"):
+        assert answers[case]["warnings"] == [], case
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ def moe(arith_moe, second_checkpoint, tmp_path_factory):
         ("matrix", "matrix", [first, second, True]),
         ("without quantizing", "without_quantizing", [second]),
         ("interrupted", "interrupted", [first, second]),
-        ("bad", "bad_weights", [second]),
+        ("bad", "bad_weights", [first, second]),
+        ("names", "wrong_names", [second]),
         ("memory", "memory", [first, second, UPDATES]),
         ("release", "release", [first, second]),
     ]
@@ -182,12 +183,55 @@ def test_wrong_weights(moe, case):
     assert result["changed"] == []
 
 
+QUANTIZED = "no quantized layer has such a weight: "
+NO_NAME = "ValueError: no parameter of the model has such a name: "
+WRONG_NAMES = {
+    "module": r"module\.model\.",
+    "no model": r"layers\.\d+\.mlp\.experts\.|embed_tokens\.weight",
+    "orig_mod": r"layers\.\d+\._orig_mod\.mlp\.",
+    "module, whole": f"{QUANTIZED}module\\.model\\.layers\\.0\\.mlp\\.experts.* more",
+    "no model, whole": f"{QUANTIZED}layers\\.0\\.mlp\\.experts.* more",
+    "orig_mod, whole": f"{QUANTIZED}model\\.layers\\.0\\._orig_mod\\.mlp\\.experts.* more",
+    "norm": f"{NO_NAME}module.model.norm.weight; nothing was loaded",
+    "bare norm": f"{NO_NAME}norm.weight; nothing was loaded",
+    "wrapped norm": f"{NO_NAME}model.norm._orig_mod.weight; nothing was loaded",
+}
+
+
+@pytest.mark.parametrize("case", WRONG_NAMES)
+def test_wrong_names(moe, case):
+    """Names that only a wrapper of the trainer's explains, which SGLang skips in silence."""
+    result = moe["names"][case]
+    assert re.search(WRONG_NAMES[case], result["error"]), result["error"]
+    assert result["changed"] == []
+
+
+def test_names_that_are_rightly_skipped(moe):
+    for case in ("beside a known one", "rotary", "kv scale", "draft layer"):
+        assert moe["names"][case]["error"] == "", case
+    assert "no parameter of the model has such a name: module.norm.weight; SGLang" in moe["log"]
+
+
 def test_wrong_weights_on_disk(moe, second_checkpoint):
     """Only the wrong tensor's unit keeps its old values for certain; SGLang's own rollback, which
     reads the same files again, does not end the server."""
     result = moe["bad"]["nan on disk"]
     assert re.search(BAD["nan"], result["error"]), result["error"]
     assert "model.layers.1.mlp.experts.3.w13" not in result["changed"]
+
+
+def test_incomplete_checkpoints_on_disk(moe):
+    """An update from disk is a whole one: what did not come is named and keeps its weights."""
+    names = moe["bad"]["half on disk"]["changed"] + ["model.layers.1.mlp.experts.3.w13"]
+    assert len(names) == len(set(names)) == 128
+    for case, units in (
+        ("half on disk", "model.layers.1.mlp.experts.w13[3]"),
+        ("missing on disk", "model.layers.1.mlp.experts.w13[3], model.layers.1.mlp.experts.w2[3]"),
+    ):
+        result = moe["bad"][case]
+        assert f"no complete weights for {units}; they keep their previous" in result["error"]
+    left = set(names) - set(moe["bad"]["missing on disk"]["changed"])
+    assert left == {f"model.layers.1.mlp.experts.3.{w}" for w in ("w13", "w2")}
 
 
 def test_memory_is_flat(moe):
