@@ -33,6 +33,21 @@ def quads_forget(model: nn.Module) -> None:
     _compensator(model).forget()
 
 
+def quads_begin_calibration(model: nn.Module) -> None:
+    """Forget all statistics, with a copy; see ``Compensator.begin_calibration``."""
+    _compensator(model).begin_calibration()
+
+
+def quads_end_calibration(model: nn.Module) -> None:
+    """A calibration succeeded: drop the copy."""
+    _compensator(model).end_calibration()
+
+
+def quads_undo_calibration(model: nn.Module) -> bool:
+    """A calibration failed: bring the copy back; returns whether there was one."""
+    return _compensator(model).undo_calibration()
+
+
 def quads_metrics(model: nn.Module) -> list[dict[str, Any]]:
     """``SiteMetrics`` of the last refresh, for each input of this rank."""
     return [metrics.to_json() for metrics in _compensator(model).metrics]
@@ -68,6 +83,9 @@ ACTIONS: dict[str, Callable[[nn.Module], Any]] = {
     "quads_end_sync": end_update,
     "quads_refresh": quads_refresh,
     "quads_forget": quads_forget,
+    "quads_begin_calibration": quads_begin_calibration,
+    "quads_end_calibration": quads_end_calibration,
+    "quads_undo_calibration": quads_undo_calibration,
     "quads_metrics": quads_metrics,
     "quads_selection_state": quads_selection_state,
 }

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from quads_common.compensation.backup import Backup, bring_back, take_backup
 from quads_common.compensation.columns import SiteColumns
 from quads_common.compensation.files import (
     SavedSelection,
@@ -86,6 +87,7 @@ class Compensator:
         # With BF16 columns: lists of all sites that wait for a sync, and whether they are new.
         self._chosen: list[dict[str, torch.Tensor]] | None = None
         self._chosen_differ = False
+        self._backup: Backup | None = None  # while a calibration runs
         self._loaded = False
         self._arriving = False
         self._arrived = False  # at least once
@@ -212,6 +214,38 @@ class Compensator:
             averages = state.averages
             for name in ("block", "block_known", "channel", "ready", "uncovered", "tokens"):
                 getattr(averages, name).zero_()
+
+    def begin_calibration(self) -> None:
+        """``forget``, with a copy on the host of all that a calibration changes.
+
+        A sync that is going on ends. A calibration that never ended is over.
+        """
+        self.end_sync()
+        self.count_staged()
+        self._backup = take_backup(self.states, self.metrics, self._chosen, self._chosen_differ)
+        self.forget()
+
+    def end_calibration(self) -> None:
+        """It succeeded: drop the copy."""
+        self._backup = None
+
+    def undo_calibration(self) -> bool:
+        """It failed: bring statistics, averages and lists back; returns whether there was a copy.
+
+        With BF16 columns the lists in force stay, which a calibration does not change.
+        """
+        backup, self._backup = self._backup, None
+        if backup is None:
+            return False
+        self.end_sync()
+        self.count_staged()
+        differ = bring_back(backup, self.states, lists=not self.gathers_columns)
+        self.metrics = backup.metrics
+        self._chosen, self._chosen_differ = backup.chosen, backup.chosen_differ
+        if differ:
+            self._changed()
+        self._info("a calibration failed: statistics and lists are those before it")
+        return True
 
     def save(
         self,
