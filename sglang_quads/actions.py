@@ -12,7 +12,7 @@ from sglang.srt.distributed import get_tp_group
 from torch import nn
 
 from quads_common.compensation.controller import Compensator
-from quads_common.compensation.files import probe_selection_path
+from quads_common.compensation.paths import probe
 from quads_common.compensation.ranks import gather_parts
 from quads_common.layer_weights import partial_fingerprints
 from quads_common.options import QUANT_METHOD
@@ -69,7 +69,7 @@ def quads_probe_selection(model: nn.Module, path: str) -> None:
     """Raise what ``quads_save_selection`` would, if it could not write there."""
     _compensator(model)
     if get_tp_group().rank_in_group == 0:
-        probe_selection_path(path)
+        probe(path)
 
 
 def quads_load_selection(model: nn.Module, path: str) -> dict[str, Any]:
@@ -128,6 +128,8 @@ def answer(model: nn.Module, action: str) -> dict[str, str]:
 def _call(model: nn.Module, action: str) -> Any:
     name, _, path = action.partition(" ")
     if name in ACTIONS:
+        if action != name:
+            raise ValueError(f"{name} takes nothing after its name, got {action!r}")
         return ACTIONS[name](model)
     if not path:
         raise ValueError(f"{name} needs a path: {name} PATH")

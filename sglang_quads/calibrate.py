@@ -11,6 +11,7 @@ then, what was counted and chosen before comes back.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -39,7 +40,7 @@ def calibrate(
     *,
     max_tokens: int = 1,
     passes: int | None = None,
-    save: str | None = None,
+    save: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Calibrate a ``sglang.Engine`` on texts; see ``run_passes`` for what it returns.
 

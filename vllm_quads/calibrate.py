@@ -11,6 +11,7 @@ pass runs the prompts with an empty prefix cache and refreshes. If anything fail
 counted and chosen before comes back.
 """
 
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -36,7 +37,7 @@ def calibrate(
     *,
     max_tokens: int = 1,
     passes: int | None = None,
-    save: str | None = None,
+    save: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Calibrate an ``LLM`` on prompts, as it takes them; see ``run_passes`` for what it returns.
 

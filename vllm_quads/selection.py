@@ -10,7 +10,7 @@ from typing import Any
 from vllm.distributed import get_tp_group
 
 from quads_common.compensation.controller import Compensator
-from quads_common.compensation.files import probe_selection_path
+from quads_common.compensation.paths import probe
 from quads_common.compensation.ranks import gather_parts
 from quads_common.options import QUANT_METHOD
 from vllm_quads.sync import runtime_of
@@ -68,7 +68,7 @@ def quads_probe_selection(worker: Any, path: str) -> None:
     """Worker method: raise what ``quads_save_selection`` would, if it could not write there."""
     _compensator(worker)
     if get_tp_group().rank_in_group == 0:
-        probe_selection_path(path)
+        probe(path)
 
 
 def quads_load_selection(worker: Any, path: str) -> dict[str, Any]:

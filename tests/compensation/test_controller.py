@@ -1,5 +1,7 @@
 """Boundaries and files of a rank's ``Compensator``, without an engine."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from tests.compensation.serving import (
     W2,
     W13,
     N,
+    bf16,
     channels,
     loaded,
     options,
@@ -172,6 +175,30 @@ def test_save_and_load(log, tmp_path):
     started = loaded(log, chosen, selection_file=path)
     assert channels(started) == ALL_PLANTED
     assert (started.state()["start_version"], started.version) == (1, 1)
+
+
+@pytest.mark.parametrize("chosen", [options(), bf16()], ids=["plain", "bf16"])
+@pytest.mark.parametrize("wrong", ["tp_size", "options", "shape", "absent"])
+def test_a_load_that_is_refused_leaves_a_sync_open(log, tmp_path, chosen, wrong):
+    """Ending it would refresh the lists, or put those in force that wait."""
+    path = tmp_path / "s"
+    other = {"tp_size": 2} if wrong == "tp_size" else {}
+    saved = replace(chosen, rac_alpha=0.5) if wrong == "options" else chosen
+    source = Compensator(saved, tp_size=other.get("tp_size", 1), log=log)
+    source.add(W13, CPU)
+    source.add(W2 if wrong != "shape" else replace(W2, num_groups=2, groups=(0, 1)), CPU)
+    if wrong != "absent":
+        source.save(path, lambda parts: [parts])
+    compensator = loaded(log, chosen)
+    serve(compensator, chosen)
+    compensator.weights_arrive()
+    with pytest.raises((ValueError, OSError), match=str(path)):
+        compensator.load(path)
+    assert channels(compensator) == NONE
+    assert (compensator.version, compensator._arriving) == (0, True)
+    if not compensator.gathers_columns:
+        assert compensator.end_sync(), "the sync goes on"
+        assert channels(compensator) == ALL_PLANTED
 
 
 def full_disk(metrics):

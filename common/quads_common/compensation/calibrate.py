@@ -6,12 +6,15 @@ An engine brings how to call its worker methods and how to run prompts with an e
 import argparse
 import http.client
 import json
+import os
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+from quads_common.compensation.paths import path_text
 
 __all__ = [
     "Rpc",
@@ -102,7 +105,7 @@ def check_count(name: str, value: object) -> None:
 
 
 def run_passes(
-    rpc: Rpc, run: Callable[[], None], passes: int | None, save: str | None
+    rpc: Rpc, run: Callable[[], None], passes: int | None, save: str | os.PathLike[str] | None
 ) -> dict[str, Any]:
     """Forget, then ``run`` and refresh as often as needed, then save.
 
@@ -112,9 +115,10 @@ def run_passes(
     """
     if passes is not None:
         check_count("passes", passes)
+    file = None if save is None else path_text(save)
     state = rpc("quads_selection_state")[0]
-    if save is not None:
-        rpc("quads_probe_selection", save)
+    if file is not None:
+        rpc("quads_probe_selection", file)
     result: dict[str, Any] = {}
     default = (state or {}).get("calibration_passes", 1)
     try:
@@ -122,8 +126,8 @@ def run_passes(
         for _ in range(default if passes is None else passes):
             run()
             result = rpc("quads_refresh")[0]
-        if save is not None:
-            rpc("quads_save_selection", save)
+        if file is not None:
+            rpc("quads_save_selection", file)
     except BaseException as error:
         _undo(rpc, error)
         raise

@@ -8,6 +8,7 @@ at the latest when a sync's first tensor arrives, because the columns are gather
 load, and come into force when the sync ends.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -17,15 +18,16 @@ import torch
 from quads_common.compensation.backup import Backup, bring_back, take_backup
 from quads_common.compensation.columns import SiteColumns
 from quads_common.compensation.files import (
-    SavedSelection,
     SitePart,
+    fitting_parts,
     read_selection_file,
-    restore,
     snapshot,
+    write_parts,
     write_selection_file,
 )
 from quads_common.compensation.metrics import SiteMetrics, refresh_summary, with_last_known
 from quads_common.compensation.options import KINDS, CompensationOptions
+from quads_common.compensation.paths import absolute
 from quads_common.compensation.refresh import refresh, refresh_is_due
 from quads_common.compensation.selection import Selection, checksums
 from quads_common.compensation.site import Site
@@ -249,10 +251,11 @@ class Compensator:
 
     def save(
         self,
-        path: str,
+        path: str | os.PathLike[str],
         gather: Callable[[list[SitePart]], Sequence[list[SitePart]] | None],
     ) -> dict[str, Any] | None:
-        """Write the selection file of all ranks; returns path and inputs, None elsewhere.
+        """Write the selection file of all ranks; returns its absolute path and the number of
+        inputs, None elsewhere.
 
         Lists that wait for a sync are saved in place of those in force.
 
@@ -265,22 +268,23 @@ class Compensator:
             return None
         together = [part for parts in everyone for part in parts]
         write_selection_file(path, together, tp_size=self.tp_size, options=self.options)
-        return {"path": path, "inputs": len({part.site.name for part in together})}
+        return {"path": absolute(path), "inputs": len({part.site.name for part in together})}
 
-    def load(self, path: str) -> dict[str, Any]:
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Take over a selection file; "applied" is False if it waits for the next sync.
 
         Raises:
-            ValueError: the file does not fit this engine; nothing was changed.
-            OSError: it cannot be read.
+            ValueError: the file does not fit this engine; nothing was changed, and a sync that is
+                going on goes on.
+            OSError: it cannot be read; the same holds.
         """
-        saved = read_selection_file(path)
+        write = self._reader(path)
         self.end_sync()
         if self.gathers_columns:
-            self._choose(lambda: self._restore(saved))
-            self._wait(path)
+            self._choose(write)
+            self._wait(absolute(path))
         else:
-            self._restore(saved)
+            write()
             self._changed()
         return {"applied": not self.gathers_columns}
 
@@ -342,16 +346,23 @@ class Compensator:
                 self._log.warning("quads_nvfp4: metrics of a refresh were not handed on: %s", error)
         return differ
 
-    def _restore(self, saved: SavedSelection) -> bool:
-        self.count_staged()
-        restore(saved, self.states, tp_size=self.tp_size, options=self.options)
-        self._info("selections of %s", saved.path)
-        return True
+    def _reader(self, path: str | os.PathLike[str]) -> Callable[[], bool]:
+        """Read and check a file; what writes its content into the buffers, and returns True."""
+        saved = read_selection_file(path)
+        parts = fitting_parts(saved, self.states, tp_size=self.tp_size, options=self.options)
+
+        def write() -> bool:
+            self.count_staged()
+            write_parts(parts, self.states)
+            self._info("selections of %s", saved.path)
+            return True
+
+        return write
 
     def _restore_start_file(self) -> None:
         if self._start_file is not None:
             path, self._start_file = self._start_file, None
-            self._restore(read_selection_file(path))
+            self._reader(path)()
             self._changed()
 
     def _choose(self, write_lists: Callable[[], bool]) -> None:
