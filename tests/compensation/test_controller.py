@@ -160,6 +160,40 @@ def test_forget_keeps_the_lists(log):
     assert channels(compensator) == NONE, "there is nothing to choose by any more"
 
 
+def test_energies_are_unknown_after_forgetting(log, caplog):
+    """Until rows have been counted; the metrics of the last refresh stay what they were."""
+    caplog.set_level("INFO")
+    chosen = options()
+    compensator = loaded(log, chosen)
+    serve(compensator, chosen)
+    first = compensator.refresh_now()["metrics"]
+    compensator.forget()
+    assert [m.to_json() for m in compensator.metrics] == first
+    for site in compensator.refresh_now()["metrics"]:
+        assert site["residual_energy_after"] is site["signal_energy"] is None
+    assert "residual energy unknown of uncompensated" in caplog.messages[-1]
+    serve(compensator, chosen)
+    assert all(m["residual_energy_after"] > 0 for m in compensator.refresh_now()["metrics"])
+
+
+@pytest.mark.parametrize("first_rank", [True, False])
+def test_more_channels_than_an_input_has_are_told_once(log, caplog, first_rank):
+    """For each kind; as many as there are is no mistake."""
+    chosen = options(splice_count_w13=1000, splice_count_w2=129, splice_count_linear=128)
+    compensator = Compensator(chosen, tp_size=1, log=log, first_rank=first_rank)
+    for site in (W13, W2, replace(W13, name="b"), replace(W2, name="c")):
+        compensator.add(site, CPU)
+    compensator.add(replace(W13, name="d", kind="linear"), CPU)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    wanted = [
+        "quads_nvfp4: splice_count_w13 1000 is more than the 128 channels of layers.0.w13: all 128 "
+        "are spliced there, and none is quantized",
+        "quads_nvfp4: splice_count_w2 129 is more than the 128 channels of layers.0.w2: all 128 "
+        "are spliced there, and none is quantized",
+    ]
+    assert told == (wanted if first_rank else [])
+
+
 def test_save_and_load(log, tmp_path):
     chosen = options()
     compensator = loaded(log, chosen)

@@ -18,11 +18,13 @@ _NEVER_BACK = ("statistics_offered",)  # tokens that came by did so
 class Backup:
     """Of all sites. buffers: by site and name, on the CPU. metrics: of the last refresh.
 
+    last_known: those that stand in where nothing new is measured, by site.
     chosen: lists that wait for a sync, if any; chosen_differ: whether they are new.
     """
 
     buffers: dict[str, dict[str, torch.Tensor]]
     metrics: list[SiteMetrics]
+    last_known: dict[str, SiteMetrics]
     chosen: list[dict[str, torch.Tensor]] | None
     chosen_differ: bool
 
@@ -30,6 +32,7 @@ class Backup:
 def take_backup(
     states: Sequence[SiteState],
     metrics: list[SiteMetrics],
+    last_known: dict[str, SiteMetrics],
     chosen: list[dict[str, torch.Tensor]] | None,
     chosen_differ: bool,
 ) -> Backup:
@@ -42,7 +45,7 @@ def take_backup(
         }
         for state in states
     }
-    return Backup(buffers, metrics, chosen, chosen_differ)
+    return Backup(buffers, metrics, last_known, chosen, chosen_differ)
 
 
 def bring_back(backup: Backup, states: Sequence[SiteState], *, lists: bool) -> bool:

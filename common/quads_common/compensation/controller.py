@@ -77,6 +77,7 @@ class Compensator:
         self.version = 0
         self.boundaries = 0
         self.metrics: list[SiteMetrics] = []
+        self._last_known: dict[str, SiteMetrics] = {}  # since rows were forgotten, by site
         self.count_staged: Callable[[], object] = _nothing
         self._log = log
         self._first_rank = first_rank
@@ -85,6 +86,7 @@ class Compensator:
         self._states: dict[str, SiteState] = {}
         self._columns: dict[str, SiteColumns] = {}
         self._rows: dict[str, int] = {}  # of each site's weights
+        self._warned: set[str] = set()  # kinds whose splice count is too large
         self._start_file = selection_file
         # With BF16 columns: lists of all sites that wait for a sync, and whether they are new.
         self._chosen: list[dict[str, torch.Tensor]] | None = None
@@ -115,6 +117,7 @@ class Compensator:
         state = new_site_state(site, self.options, device)
         if self.options.active(site.kind):
             self._states[site.name] = state
+            self._check_splice_count(site)
         return state
 
     def add_columns(self, state: SiteState, units: int, rows: int) -> SiteColumns | None:
@@ -209,8 +212,12 @@ class Compensator:
         }
 
     def forget(self) -> None:
-        """Forget statistics and averages; the lists in force stay until the next refresh."""
+        """Forget statistics and averages; the lists in force stay until the next refresh.
+
+        Energies are unknown until rows have been counted again.
+        """
         self.count_staged()
+        self._last_known = {}
         for state in self.states:
             reset(state.statistics)
             averages = state.averages
@@ -224,7 +231,9 @@ class Compensator:
         """
         self.end_sync()
         self.count_staged()
-        self._backup = take_backup(self.states, self.metrics, self._chosen, self._chosen_differ)
+        self._backup = take_backup(
+            self.states, self.metrics, self._last_known, self._chosen, self._chosen_differ
+        )
         self.forget()
 
     def end_calibration(self) -> None:
@@ -242,7 +251,7 @@ class Compensator:
         self.end_sync()
         self.count_staged()
         differ = bring_back(backup, self.states, lists=not self.gathers_columns)
-        self.metrics = backup.metrics
+        self.metrics, self._last_known = backup.metrics, backup.last_known
         self._chosen, self._chosen_differ = backup.chosen, backup.chosen_differ
         if differ:
             self._changed()
@@ -305,6 +314,22 @@ class Compensator:
             self._refresh()
         return due
 
+    def _check_splice_count(self, site: Site) -> None:
+        """Warn of a count that an input has not, once for each kind."""
+        count = self.options.splice_count(site.kind)
+        if not self._first_rank or site.kind in self._warned or count <= site.full_width:
+            return
+        self._warned.add(site.kind)
+        self._log.warning(
+            "quads_nvfp4: splice_count_%s %d is more than the %d channels of %s: all %d are "
+            "spliced there, and none is quantized",
+            site.kind,
+            count,
+            site.full_width,
+            site.name,
+            site.full_width,
+        )
+
     def _changed(self) -> None:
         self.version += 1
         if self._loaded:
@@ -331,10 +356,10 @@ class Compensator:
     def _refresh(self) -> bool:
         """Returns whether a list changed, which is noted unless lists have to wait."""
         self.count_staged()
-        old = {metrics.name: metrics for metrics in self.metrics}
         rows = {name: self._rows.get(name, 1) for name in self._states}
         found = refresh(self.states, self.options, in_force=not self.gathers_columns, rows=rows)
-        self.metrics = [with_last_known(new, old.get(new.name)) for new in found]
+        self.metrics = [with_last_known(new, self._last_known.get(new.name)) for new in found]
+        self._last_known = {metrics.name: metrics for metrics in self.metrics}
         differ = any(m.blocks_overlap < 1 or m.channels_overlap < 1 for m in self.metrics)
         if differ and not self.gathers_columns:
             self._changed()
