@@ -236,17 +236,22 @@ def test_the_command_line(run, server):
 
 
 def test_the_command_line_asks_for_lengths(run, server, prompts):
-    """Only of texts that may be too long: more bytes than the context has place for."""
+    """Of texts whose bytes may be too many tokens, where the server tells the context."""
     url = f"http://127.0.0.1:{server.server_port}"
-    server.answers["/tokenize"] = (200, '{"count": 4, "max_model_len": 4}')
-    found = run(url)
-    assert_one_line(found, "prompt 1 has 4 tokens: with 1 generated", "context length of 4")
-    assert not [path for path, _ in server.asked if "rpc" in path]
-    server.asked.clear()
-    server.answers["/tokenize"] = (200, '{"count": 4, "max_model_len": 20}')
     server.answers["/collective_rpc"] = (500, "no")
-    assert_one_line(run(url), "/collective_rpc")
-    assert [path for path, _ in server.asked].count("/tokenize") == 1
+    # SGLang's max_model_len there is the tokenizer's, and may be anything.
+    server.answers["/tokenize"] = (200, '{"count": 4, "max_model_len": -1}')
+    for context, asked, refused in ((4, 1, True), (5, 1, False), (20, 0, False), (None, 0, False)):
+        server.asked.clear()
+        models = {"data": [{"id": "m", "max_model_len": context}]}
+        server.answers["/v1/models"] = (200, json.dumps(models))
+        found = run(url)
+        paths = [path for path, _ in server.asked]
+        assert paths.count("/tokenize") == asked and ("/collective_rpc" in paths) != refused
+        if refused:
+            assert_one_line(found, "prompt 1 has 4 tokens: with 1 generated", "length of 4")
+        else:
+            assert_one_line(found, "/collective_rpc")
 
 
 def test_the_command_line_brings_back_what_was_forgotten(run, server):

@@ -190,25 +190,21 @@ class Server:
             raise ValueError(f"{url}: {error!r}") from None
 
     def check_lengths(self, model: str, prompts: list[str], max_tokens: int) -> None:
-        """``check_lengths`` by ``/tokenize``, where the server has it: else requests tell."""
-
-        def tokenized(prompt: str) -> dict[str, Any]:
-            return self.post("/tokenize", {"model": model, "prompt": prompt})
-
-        sizes = [len(prompt.encode()) for prompt in prompts]
+        """``check_lengths`` by ``/v1/models`` and ``/tokenize``, where the server has both: else
+        its answers to the prompts tell."""
         try:
-            context = tokenized(prompts[sizes.index(max(sizes))])["max_model_len"]
-        except (KeyError, TypeError, ValueError):
+            context = int(self.get("/v1/models")["data"][0]["max_model_len"])
+            counts = [self._most_tokens(model, p, context - max_tokens) for p in prompts]
+        except (KeyError, IndexError, TypeError, ValueError):
             return
+        check_lengths(counts, max_tokens, context)
+
+    def _most_tokens(self, model: str, prompt: str, enough: int) -> int:
+        """Of a prompt; not asked for where there can be no more than ``enough``."""
         # A token is a byte at least, but for the few that stand before and after a text.
-        check_lengths(
-            (
-                tokenized(prompt)["count"] if size + max_tokens + _SPECIAL > context else 0
-                for prompt, size in zip(prompts, sizes, strict=True)
-            ),
-            max_tokens,
-            context,
-        )
+        if (most := len(prompt.encode()) + _SPECIAL) <= enough:
+            return most
+        return int(self.post("/tokenize", {"model": model, "prompt": prompt})["count"])
 
     def decoded(self, text: bytes) -> Any:
         """The JSON of an answer, which may be empty."""
