@@ -93,7 +93,8 @@ def measure(
         "splice by residual": run(
             "by_residual",
             [*calibrate, *both("it")],
-            {"method": "nvfp4", "splice_statistic": "residual", **SPLICE, **COUNTED},
+            {"method": "quads_splice", "rac_ratio": 0, "splice_statistic": "residual"}
+            | {"splice_count_linear": 0, **SPLICE, **COUNTED},
         ),
         "foursight": run(
             "foursight",

@@ -12,7 +12,7 @@ from sglang.srt.distributed import get_tp_group
 from torch import nn
 
 from quads_common.compensation.controller import Compensator
-from quads_common.compensation.files import probe_selection_path
+from quads_common.compensation.paths import probe
 from quads_common.compensation.ranks import gather_parts
 from quads_common.layer_weights import partial_fingerprints
 from quads_common.options import QUANT_METHOD
@@ -31,6 +31,21 @@ def quads_refresh(model: nn.Module) -> dict[str, Any]:
 def quads_forget(model: nn.Module) -> None:
     """Forget all statistics; the lists in force stay until the next refresh."""
     _compensator(model).forget()
+
+
+def quads_begin_calibration(model: nn.Module) -> None:
+    """Forget all statistics, with a copy; see ``Compensator.begin_calibration``."""
+    _compensator(model).begin_calibration()
+
+
+def quads_end_calibration(model: nn.Module) -> None:
+    """A calibration succeeded: drop the copy."""
+    _compensator(model).end_calibration()
+
+
+def quads_undo_calibration(model: nn.Module) -> bool:
+    """A calibration failed: bring the copy back; returns whether there was one."""
+    return _compensator(model).undo_calibration()
 
 
 def quads_metrics(model: nn.Module) -> list[dict[str, Any]]:
@@ -54,7 +69,7 @@ def quads_probe_selection(model: nn.Module, path: str) -> None:
     """Raise what ``quads_save_selection`` would, if it could not write there."""
     _compensator(model)
     if get_tp_group().rank_in_group == 0:
-        probe_selection_path(path)
+        probe(path)
 
 
 def quads_load_selection(model: nn.Module, path: str) -> dict[str, Any]:
@@ -68,6 +83,9 @@ ACTIONS: dict[str, Callable[[nn.Module], Any]] = {
     "quads_end_sync": end_update,
     "quads_refresh": quads_refresh,
     "quads_forget": quads_forget,
+    "quads_begin_calibration": quads_begin_calibration,
+    "quads_end_calibration": quads_end_calibration,
+    "quads_undo_calibration": quads_undo_calibration,
     "quads_metrics": quads_metrics,
     "quads_selection_state": quads_selection_state,
 }
@@ -110,6 +128,8 @@ def answer(model: nn.Module, action: str) -> dict[str, str]:
 def _call(model: nn.Module, action: str) -> Any:
     name, _, path = action.partition(" ")
     if name in ACTIONS:
+        if action != name:
+            raise ValueError(f"{name} takes nothing after its name, got {action!r}")
         return ACTIONS[name](model)
     if not path:
         raise ValueError(f"{name} needs a path: {name} PATH")

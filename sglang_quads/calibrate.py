@@ -6,17 +6,26 @@
     python -m sglang_quads.calibrate --url http://localhost:30000 --prompts FILE --save FILE
 
 What was counted before is forgotten, once the arguments have been checked and the file can be
-written; then each pass runs the prompts with an empty radix cache and refreshes.
+written; then each pass runs the prompts with an empty radix cache and refreshes. If anything fails
+then, what was counted and chosen before comes back.
 """
 
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from quads_common.compensation import calibrate as common
-from quads_common.compensation.calibrate import check_count, read_prompts, run_passes
+from quads_common.compensation.calibrate import (
+    check_count,
+    check_lengths,
+    check_texts,
+    prompt_list,
+    read_prompts,
+    run_passes,
+)
 from sglang_quads.client import ask, decode
 
 __all__ = ["calibrate", "main", "read_prompts"]
@@ -27,11 +36,11 @@ FLUSH_SECONDS = 60.0
 
 def calibrate(
     engine: Any,
-    prompts: Sequence[str],
+    prompts: Iterable[str],
     *,
     max_tokens: int = 1,
     passes: int | None = None,
-    save: str | None = None,
+    save: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Calibrate a ``sglang.Engine`` on texts; see ``run_passes`` for what it returns.
 
@@ -39,17 +48,22 @@ def calibrate(
     needs (2 for splice with RAC). save: write the selection file there.
 
     Raises:
-        ValueError: no prompt, or passes or max_tokens below 1.
-        RuntimeError: save cannot be written. Neither has forgotten anything.
+        ValueError: no list of texts, one that is empty or too long, passes or max_tokens below 1.
+        RuntimeError: save cannot be written. None of these has forgotten anything; what else fails
+            brings back what was forgotten.
     """
-    if len(prompts) == 0:
-        raise ValueError("prompts is empty: there is nothing to calibrate with")
+    texts = prompt_list(prompts)
     check_count("max_tokens", max_tokens)
+    check_texts(texts)
+    manager = engine.tokenizer_manager
+    if (tokenizer := getattr(manager, "tokenizer", None)) is not None:
+        counts = (len(tokenizer.encode(text)) for text in texts)
+        check_lengths(counts, max_tokens, manager.context_len)
     params = {"temperature": 1.0, "max_new_tokens": max_tokens}
 
     def run() -> None:
         _until_flushed(lambda: bool(getattr(answer := engine.flush_cache(), "success", answer)))
-        engine.generate(list(prompts), params)
+        engine.generate(texts, params)
 
     return run_passes(lambda name, *args: ask(engine, name, *args), run, passes, save)
 
@@ -81,6 +95,10 @@ class _Server(common.Server):
         """One of ``actions`` on all ranks."""
         action = " ".join([method, *args])
         return decode(action, self.post(_CHECK, {"action": action}))
+
+    def check(self, prompts: list[str], max_tokens: int) -> None:
+        """Lengths; see ``check_lengths``."""
+        self.check_lengths("default", prompts, max_tokens)
 
     def complete(self, prompts: list[str], max_tokens: int, batch: int = 256) -> None:
         """Run prompts with an empty radix cache; the answers are thrown away."""

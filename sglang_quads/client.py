@@ -5,9 +5,11 @@ call of SGLang that returns something from every tensor-parallel rank.
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quads_common.compensation.paths import path_text
 from quads_common.fingerprint import combine_ranks
 
 __all__ = [
@@ -58,25 +60,27 @@ def metrics(engine: Any) -> list[list[dict[str, Any]]]:
     return ask(engine, "quads_metrics")
 
 
-def save_selection(engine: Any, path: str) -> dict[str, Any]:
-    """Write a selection file where the first rank can; returns path and number of inputs."""
+def save_selection(engine: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Write a selection file where the first rank can; returns its absolute path and the number of
+    inputs."""
     return ask(engine, "quads_save_selection", path)[0]
 
 
-def load_selection(engine: Any, path: str) -> list[dict[str, Any]]:
+def load_selection(engine: Any, path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Take over a selection file that every rank can read; by rank whether it is applied."""
     return ask(engine, "quads_load_selection", path)
 
 
-def ask(engine: Any, name: str, *path: str) -> list[Any]:
+def ask(engine: Any, name: str, *path: str | os.PathLike[str]) -> list[Any]:
     """One of ``actions`` to an engine in this process; answers by rank.
 
     Raises:
         RuntimeError: the engine reports an error.
+        ValueError: no path.
     """
     from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
-    action = " ".join([name, *path])
+    action = " ".join([name, *map(path_text, path)])
     request = CheckWeightsReqInput(action=action)
     call = engine.tokenizer_manager.check_weights(request, None)
     success, message, ranks, *_ = engine.loop.run_until_complete(call)
@@ -90,7 +94,8 @@ def decode(action: str, answer: Mapping[str, Any]) -> list[Any]:
         RuntimeError: it reports an error.
     """
     if not answer["success"]:
-        raise RuntimeError(f"{action}: {answer['message']}")
+        name = action.partition(" ")[0]  # the message names the path
+        raise RuntimeError(f"{name}: {answer['message']}")
     found: list[Any] = []
     payloads: Sequence[Any] = answer["ranks"]
     for payload in payloads:

@@ -7,15 +7,24 @@
 
 The server must run with ``VLLM_SERVER_DEV_MODE=1``, which gives it ``/collective_rpc``. What was
 counted before is forgotten, once the arguments have been checked and FILE can be written; then each
-pass runs the prompts with an empty prefix cache and refreshes.
+pass runs the prompts with an empty prefix cache and refreshes. If anything fails then, what was
+counted and chosen before comes back.
 """
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from quads_common.compensation import calibrate as common
-from quads_common.compensation.calibrate import check_count, read_prompts, run_passes
+from quads_common.compensation.calibrate import (
+    check_count,
+    check_lengths,
+    check_texts,
+    prompt_list,
+    read_prompts,
+    run_passes,
+)
 
 __all__ = ["calibrate", "main", "read_prompts"]
 
@@ -24,11 +33,11 @@ _RESET = "/reset_prefix_cache"
 
 def calibrate(
     llm: Any,
-    prompts: Sequence[Any],
+    prompts: Iterable[Any],
     *,
     max_tokens: int = 1,
     passes: int | None = None,
-    save: str | None = None,
+    save: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Calibrate an ``LLM`` on prompts, as it takes them; see ``run_passes`` for what it returns.
 
@@ -36,23 +45,44 @@ def calibrate(
     needs (2 for splice with RAC). save: write the selection file there.
 
     Raises:
-        ValueError: no prompt, or passes or max_tokens below 1.
-        OSError: save cannot be written. Neither has forgotten anything.
+        ValueError: no list of prompts, one that is empty or too long, or passes or max_tokens below
+            1.
+        OSError: save cannot be written. None of these has forgotten anything; what else fails
+            brings back what was forgotten.
     """
     from vllm import SamplingParams
 
-    if len(prompts) == 0:
-        raise ValueError("prompts is empty: there is nothing to calibrate with")
+    given = prompt_list(prompts)
     check_count("max_tokens", max_tokens)
+    _check_prompts(llm, given)
     params = SamplingParams(temperature=1.0, max_tokens=max_tokens)
 
     def run() -> None:
         llm.reset_prefix_cache()
-        llm.generate(prompts, params, use_tqdm=False)
+        llm.generate(given, params, use_tqdm=False)
 
     return run_passes(
         lambda method, *args: llm.collective_rpc(method, args=args), run, passes, save
     )
+
+
+def _check_prompts(llm: Any, prompts: list[Any]) -> None:
+    """Texts and lists of token ids; what else a prompt can be is vLLM's to judge."""
+    check_texts(["ids" if isinstance(prompt, dict | list) else prompt for prompt in prompts])
+    tokenizer = None if llm.model_config.skip_tokenizer_init else llm.get_tokenizer()
+
+    def tokens(i: int, prompt: Any) -> int:
+        if isinstance(prompt, list) and not prompt:
+            raise ValueError(f"prompt {i} [] is not allowed: token ids, at least one")
+        if isinstance(prompt, dict):
+            prompt = prompt.get("prompt_token_ids") or prompt.get("prompt") or []
+        if isinstance(prompt, str):
+            return len(tokenizer.encode(prompt)) if tokenizer is not None else 0
+        return len(prompt)
+
+    # vLLM generates fewer tokens where the context ends, but needs place for one.
+    counts = (tokens(i, prompt) for i, prompt in enumerate(prompts, 1))
+    check_lengths(counts, 1, llm.model_config.max_model_len)
 
 
 class _Server(common.Server):
@@ -70,6 +100,10 @@ class _Server(common.Server):
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """``collective_rpc``."""
         return self.post("/collective_rpc", {"method": method, "args": list(args)})["results"]
+
+    def check(self, prompts: list[str], max_tokens: int) -> None:
+        """Lengths; see ``check_lengths``."""
+        self.check_lengths(self.model, prompts, max_tokens)
 
     def complete(self, prompts: list[str], max_tokens: int, batch: int = 256) -> None:
         """Run prompts with an empty prefix cache; the answers are thrown away."""

@@ -10,13 +10,15 @@ from typing import Any
 from vllm.distributed import get_tp_group
 
 from quads_common.compensation.controller import Compensator
-from quads_common.compensation.files import probe_selection_path
+from quads_common.compensation.paths import probe
 from quads_common.compensation.ranks import gather_parts
 from quads_common.options import QUANT_METHOD
 from vllm_quads.sync import runtime_of
 
 __all__ = [
     "WORKER_METHODS",
+    "quads_begin_calibration",
+    "quads_end_calibration",
     "quads_forget",
     "quads_load_selection",
     "quads_metrics",
@@ -24,6 +26,7 @@ __all__ = [
     "quads_refresh",
     "quads_save_selection",
     "quads_selection_state",
+    "quads_undo_calibration",
 ]
 
 
@@ -35,6 +38,21 @@ def quads_refresh(worker: Any) -> dict[str, Any]:
 def quads_forget(worker: Any) -> None:
     """Worker method: forget all statistics; the lists in force stay until the next refresh."""
     _compensator(worker).forget()
+
+
+def quads_begin_calibration(worker: Any) -> None:
+    """Worker method: forget, with a copy; see ``Compensator.begin_calibration``."""
+    _compensator(worker).begin_calibration()
+
+
+def quads_end_calibration(worker: Any) -> None:
+    """Worker method: a calibration succeeded: drop the copy."""
+    _compensator(worker).end_calibration()
+
+
+def quads_undo_calibration(worker: Any) -> bool:
+    """Worker method: a calibration failed: bring the copy back; returns whether there was one."""
+    return _compensator(worker).undo_calibration()
 
 
 def quads_save_selection(worker: Any, path: str) -> dict[str, Any] | None:
@@ -50,7 +68,7 @@ def quads_probe_selection(worker: Any, path: str) -> None:
     """Worker method: raise what ``quads_save_selection`` would, if it could not write there."""
     _compensator(worker)
     if get_tp_group().rank_in_group == 0:
-        probe_selection_path(path)
+        probe(path)
 
 
 def quads_load_selection(worker: Any, path: str) -> dict[str, Any]:
@@ -78,6 +96,9 @@ def quads_selection_state(worker: Any) -> dict[str, Any] | None:
 WORKER_METHODS = (
     quads_refresh,
     quads_forget,
+    quads_begin_calibration,
+    quads_end_calibration,
+    quads_undo_calibration,
     quads_save_selection,
     quads_probe_selection,
     quads_load_selection,

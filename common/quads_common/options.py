@@ -65,6 +65,12 @@ class QuadsOptions:
         _ = self.placement, self.compensation
         if not isinstance(self.selection_file, str | None) or self.selection_file == "":
             raise ValueError(f"selection_file {self.selection_file!r} is not allowed: a path")
+        if self.method == PLAIN_METHOD and self.compensates:
+            others = [method for method in METHODS if method != PLAIN_METHOD]
+            raise ValueError(
+                f"method {PLAIN_METHOD!r}{_shown(self.knobs)} is not allowed: {PLAIN_METHOD!r} "
+                f"compensates nothing; use one of {others} with these options"
+            )
         if self.act == "bf16" and self.compensates:
             raise ValueError(
                 f"method {self.preset!r}{_shown(self.knobs)} compensates quantized activations, "

@@ -95,8 +95,14 @@ def test_knobs_replace_the_presets_values():
         ({"act": "bf16", "rac_ratio": 0.5}, "method 'nvfp4' with {'rac_ratio': 0.5} compensates"),
         ({"method": "nvfp4", "adaptive": True}, "adaptive true is not allowed with rac_ratio 0"),
         ({"method": "nvfp4", "selection_file": "x"}, "selection_file 'x' is not allowed with"),
+        (
+            {"method": "nvfp4", "rac_ratio": 0.5},
+            "method 'nvfp4' with {'rac_ratio': 0.5} is not allowed: 'nvfp4' compensates nothing; "
+            "use one of ['quads', 'foursight', 'quads_splice']",
+        ),
+        ({"method": "nvfp4", "splice_count_w2": 16}, "'nvfp4' compensates nothing; use one of"),
     ],
-    ids=["method", "knob", "adaptive", "file"],
+    ids=["method", "knob", "adaptive", "file", "plain with blocks", "plain with channels"],
 )
 def test_options_that_exclude_each_other(raw, message):
     assert message in refusal(raw)
@@ -107,8 +113,14 @@ def test_options_that_exclude_each_other(raw, message):
 
 
 def test_pairs_are_judged_when_all_places_are_known():
-    places = {"a": {"adaptive": True, "method": "nvfp4"}, "b": {"rac_ratio": 0.25}}
+    places = {"a": {"adaptive": True, "method": "foursight"}, "b": {"rac_ratio": 0.25}}
     assert merge_options(places).compensation.adaptive
+
+
+def test_knobs_that_compensate_nothing_stand_beside_the_plain_method():
+    """So that one file of options can be tried with another method."""
+    options = QuadsOptions.from_dict({"method": "nvfp4", "min_tokens": 8, "rac_ratio": 0}, SOURCE)
+    assert not options.compensates
 
 
 @pytest.mark.parametrize(
@@ -144,7 +156,7 @@ def test_from_dict_takes_a_string_for_a_list_of_one(key):
 
 def test_from_dict_round_trip():
     raw = {
-        "method": "nvfp4",
+        "method": "quads",
         "act": "nvfp4",
         "targets": ["experts", "re:.*q_proj"],
         "ignore": ["model.layers.0"],

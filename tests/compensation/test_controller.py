@@ -1,5 +1,7 @@
 """Boundaries and files of a rank's ``Compensator``, without an engine."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from tests.compensation.serving import (
     W2,
     W13,
     N,
+    bf16,
     channels,
     loaded,
     options,
@@ -170,6 +173,40 @@ def test_forget_keeps_the_lists(log):
     assert channels(compensator) == NONE, "there is nothing to choose by any more"
 
 
+def test_energies_are_unknown_after_forgetting(log, caplog):
+    """Until rows have been counted; the metrics of the last refresh stay what they were."""
+    caplog.set_level("INFO")
+    chosen = options()
+    compensator = loaded(log, chosen)
+    serve(compensator, chosen)
+    first = compensator.refresh_now()["metrics"]
+    compensator.forget()
+    assert [m.to_json() for m in compensator.metrics] == first
+    for site in compensator.refresh_now()["metrics"]:
+        assert site["residual_energy_after"] is site["signal_energy"] is None
+    assert "residual energy unknown of uncompensated" in caplog.messages[-1]
+    serve(compensator, chosen)
+    assert all(m["residual_energy_after"] > 0 for m in compensator.refresh_now()["metrics"])
+
+
+@pytest.mark.parametrize("first_rank", [True, False])
+def test_more_channels_than_an_input_has_are_told_once(log, caplog, first_rank):
+    """For each kind; as many as there are is no mistake."""
+    chosen = options(splice_count_w13=1000, splice_count_w2=129, splice_count_linear=128)
+    compensator = Compensator(chosen, tp_size=1, log=log, first_rank=first_rank)
+    for site in (W13, W2, replace(W13, name="b"), replace(W2, name="c")):
+        compensator.add(site, CPU)
+    compensator.add(replace(W13, name="d", kind="linear"), CPU)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    wanted = [
+        "quads_nvfp4: splice_count_w13 1000 is more than the 128 channels of layers.0.w13: all 128 "
+        "are spliced there, and none is quantized",
+        "quads_nvfp4: splice_count_w2 129 is more than the 128 channels of layers.0.w2: all 128 "
+        "are spliced there, and none is quantized",
+    ]
+    assert told == (wanted if first_rank else [])
+
+
 def test_save_and_load(log, tmp_path):
     chosen = options()
     compensator = loaded(log, chosen)
@@ -185,6 +222,30 @@ def test_save_and_load(log, tmp_path):
     started = loaded(log, chosen, selection_file=path)
     assert channels(started) == ALL_PLANTED
     assert (started.state()["start_version"], started.version) == (1, 1)
+
+
+@pytest.mark.parametrize("chosen", [options(), bf16()], ids=["plain", "bf16"])
+@pytest.mark.parametrize("wrong", ["tp_size", "options", "shape", "absent"])
+def test_a_load_that_is_refused_leaves_a_sync_open(log, tmp_path, chosen, wrong):
+    """Ending it would refresh the lists, or put those in force that wait."""
+    path = tmp_path / "s"
+    other = {"tp_size": 2} if wrong == "tp_size" else {}
+    saved = replace(chosen, rac_alpha=0.5) if wrong == "options" else chosen
+    source = Compensator(saved, tp_size=other.get("tp_size", 1), log=log)
+    source.add(W13, CPU)
+    source.add(W2 if wrong != "shape" else replace(W2, num_groups=2, groups=(0, 1)), CPU)
+    if wrong != "absent":
+        source.save(path, lambda parts: [parts])
+    compensator = loaded(log, chosen)
+    serve(compensator, chosen)
+    compensator.weights_arrive()
+    with pytest.raises((ValueError, OSError), match=str(path)):
+        compensator.load(path)
+    assert channels(compensator) == NONE
+    assert (compensator.version, compensator._arriving) == (0, True)
+    if not compensator.gathers_columns:
+        assert compensator.end_sync(), "the sync goes on"
+        assert channels(compensator) == ALL_PLANTED
 
 
 def full_disk(metrics):

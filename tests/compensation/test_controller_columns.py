@@ -198,7 +198,7 @@ def test_a_unit_with_nan_keeps_its_columns(log):
     assert_columns(compensator, weights)
 
 
-@pytest.mark.parametrize("step", ["refresh", "restore"])
+@pytest.mark.parametrize("step", ["refresh", "write_parts"])
 def test_what_fails_leaves_lists_and_columns_as_they_are(log, monkeypatch, tmp_path, step):
     """After the new lists were written: those in force belong to the columns."""
     from quads_common.compensation import controller

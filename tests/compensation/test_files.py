@@ -17,7 +17,7 @@ from quads_common.compensation import (
     snapshot,
     write_selection_file,
 )
-from quads_common.compensation.files import check_selection_file, probe_selection_path
+from quads_common.compensation.files import check_selection_file
 from quads_common.compensation.observe import observe
 from quads_common.compensation.selection import checksums
 from tests.common.bits import assert_same_bits
@@ -234,6 +234,10 @@ def fill(name, value):
     return change
 
 
+def surplus(header, tensors):
+    tensors["layers.0.w2/selection_blocks_2"] = tensors["layers.0.w2/selection_blocks"].clone()
+
+
 # Channels of w2: 0 to 47 of shard 0, 48 to 95 of shard 1, 16 slots each; blocks 0 to 2 and 3 to 5.
 CONTENTS = {
     "channel-too-large": (put("selection_channels", 100000), r"channels holds 100000 in list 0"),
@@ -251,6 +255,20 @@ CONTENTS = {
     "count-negative": (put("statistics_count", -7.0), r"statistics_count holds -7\.0"),
     "m2-negative": (put("statistics_m2", -1e-3), r"statistics_m2 holds -0\.001"),
     "refreshes-negative": (put("averages_refreshes", -1), r"averages_refreshes holds -1"),
+    "refreshes-too-many": (
+        put("averages_refreshes", 2**63 - 1),
+        r"refreshes holds 9223372036854775807",
+    ),
+    "offered-too-many": (put("statistics_offered", 2**53 + 2), r"offered holds .* up to 2\*\*53"),
+    "count-too-large": (put("statistics_count", 1.7e308), r"statistics_count holds 1\.7e\+308"),
+    "count-a-fraction": (put("statistics_count", 2.5), r"count holds 2\.5, expected whole numbers"),
+    "energy-too-large": (
+        put("statistics_plain_energy", 1e100),
+        r"energy holds 1e\+100, .* 2\*\*315",
+    ),
+    "mean-too-large": (put("statistics_mean", -1e100), r"statistics_mean holds -1e\+100"),
+    "average-too-large": (put("averages_channel", 1e100), r"averages_channel holds 1e\+100"),
+    "surplus-tensor": (surplus, r"blocks_2 is no tensor of a selection file"),
     "ready-no-bool": (cast("averages_ready", torch.int64), r"averages_ready is torch.int64"),
     "count-single": (cast("statistics_count", torch.float32), r"count is torch.float32"),
 }
@@ -344,19 +362,6 @@ def test_incomplete_and_contradicting_ranks_are_refused(tmp_path):
     with pytest.raises(OSError):
         written(path, [served()])
     assert list(tmp_path.iterdir()) == [path], "nor does a path that is a folder"
-
-
-def test_a_path_is_probed_without_a_trace(tmp_path):
-    path = tmp_path / "s"
-    probe_selection_path(path)
-    assert not list(tmp_path.iterdir())
-    path.write_text("as it was")
-    probe_selection_path(path)
-    assert path.read_text() == "as it was"
-    for bad in (tmp_path, tmp_path / "absent" / "s"):
-        with pytest.raises(OSError, match=str(bad)):
-            probe_selection_path(bad)
-    assert [p.name for p in tmp_path.iterdir()] == ["s"]
 
 
 def test_a_file_is_replaced_whole(tmp_path):

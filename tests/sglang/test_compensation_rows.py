@@ -342,3 +342,11 @@ def test_a_server_that_warms_itself_up(monkeypatch, status, skipped, warming):
 def test_orders_by_name():
     assert actions.is_ours("quads_refresh") and actions.is_ours("quads_load_selection /a b")
     assert not actions.is_ours("checksum") and not actions.is_ours("quads")
+
+
+@pytest.mark.parametrize("action", ["quads_refresh now", "quads_metrics x y", "quads_forget "])
+def test_orders_with_something_behind_their_name_are_refused(one_rank, action):
+    """They are ours, so that SGLang does not answer for us, and do nothing."""
+    assert actions.is_ours(action)
+    with pytest.raises(ValueError, match=f"takes nothing after its name, got '{action}'"):
+        actions._call(torch.nn.Module(), action)

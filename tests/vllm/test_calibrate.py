@@ -60,11 +60,19 @@ def test_files_without_prompts(prompts):
 class Model:
     """An ``LLM`` that notes what it is asked, and cannot save to ``nowhere``."""
 
-    def __init__(self):
+    model_config = SimpleNamespace(max_model_len=16, skip_tokenizer_init=False)
+
+    def __init__(self, fails=None):
         self.calls = []
+        self.fails = fails
+
+    def get_tokenizer(self):
+        return SimpleNamespace(encode=lambda text: [0, *text.encode()])
 
     def collective_rpc(self, method, args=()):
         self.calls.append(method)
+        if method == self.fails:
+            raise RuntimeError(f"{method} went wrong")
         if args == ("nowhere",):
             raise OSError("nowhere cannot be written")
         found = {
@@ -78,14 +86,33 @@ class Model:
 
     def generate(self, prompts, params, use_tqdm):
         self.calls.append("run")
+        if self.fails == "run":
+            raise RuntimeError("run went wrong")
 
 
 @pytest.mark.parametrize("passes, runs", [(None, 2), (1, 1), (3, 3)])
 def test_passes(passes, runs):
     model = Model()
     calibrate(model, ["a"], passes=passes, save="somewhere")
-    asked = ["quads_selection_state", "quads_probe_selection", "quads_forget"]
-    assert model.calls == asked + ["run", "quads_refresh"] * runs + ["quads_save_selection"]
+    asked = ["quads_selection_state", "quads_probe_selection", "quads_begin_calibration"]
+    done = ["quads_save_selection", "quads_end_calibration"]
+    assert model.calls == asked + ["run", "quads_refresh"] * runs + done
+
+
+@pytest.mark.parametrize("fails", ["run", "quads_refresh", "quads_save_selection"])
+def test_what_fails_later_brings_back_what_was_forgotten(fails):
+    model = Model(fails)
+    with pytest.raises(RuntimeError, match=f"^{fails} went wrong$"):
+        calibrate(model, ["a"], save="somewhere")
+    assert model.calls[-1] == "quads_undo_calibration"
+    assert "quads_end_calibration" not in model.calls
+
+
+def test_prompts_as_the_engine_takes_them():
+    """Whatever can be iterated, of texts and token ids; all that fits."""
+    model = Model()
+    calibrate(model, iter(["a" * 14, [1] * 15, {"prompt": "a"}, {"prompt_token_ids": [1]}]))
+    assert "run" in model.calls
 
 
 @pytest.mark.parametrize(
@@ -96,6 +123,15 @@ def test_passes(passes, runs):
         ({"passes": 1.5}, "passes 1.5 is not allowed"),
         ({"max_tokens": 0}, "max_tokens 0 is not allowed"),
         ({"prompts": []}, "prompts is empty"),
+        ({"prompts": "a text"}, "prompts 'a text' is not allowed: a list of prompts"),
+        ({"prompts": {"prompt": "a"}}, "prompts {'prompt': 'a'} is not allowed: a list"),
+        ({"prompts": 5}, "prompts 5 is not allowed: a list of prompts"),
+        ({"prompts": ["a", ""]}, "prompt 2 '' is not allowed: a text, not empty"),
+        ({"prompts": [[1], 5]}, "prompt 2 5 is not allowed: a text"),
+        ({"prompts": ["a", []]}, r"prompt 2 \[\] is not allowed: token ids"),
+        ({"prompts": ["a", "a" * 15]}, "prompt 2 has 16 tokens: .* context length of 16"),
+        ({"prompts": [[1] * 16]}, "prompt 1 has 16 tokens"),
+        ({"prompts": [{"prompt_token_ids": [1] * 16}]}, "prompt 1 has 16 tokens"),
         ({"save": "nowhere"}, "nowhere cannot be written"),
     ],
     ids=str,
@@ -105,7 +141,7 @@ def test_what_cannot_work_forgets_nothing(change, message):
     arguments = {"prompts": ["a"], **change}
     with pytest.raises((ValueError, OSError), match=message):
         calibrate(model, **arguments)
-    assert "quads_forget" not in model.calls and "run" not in model.calls
+    assert "quads_begin_calibration" not in model.calls and "run" not in model.calls
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -193,6 +229,37 @@ def test_the_command_line(run, server):
     assert methods == [
         f"quads_{what}"
         for what in (
-            "selection_state", "probe_selection", "forget", "refresh", "save_selection",
+            "selection_state", "probe_selection", "begin_calibration", "refresh", "save_selection",
+            "end_calibration",
         )
     ]  # fmt: skip
+
+
+def test_the_command_line_asks_for_lengths(run, server, prompts):
+    """Of texts whose bytes may be too many tokens, where the server tells the context."""
+    url = f"http://127.0.0.1:{server.server_port}"
+    server.answers["/collective_rpc"] = (500, "no")
+    # SGLang's max_model_len there is the tokenizer's, and may be anything.
+    server.answers["/tokenize"] = (200, '{"count": 4, "max_model_len": -1}')
+    for context, asked, refused in ((4, 1, True), (5, 1, False), (20, 0, False), (None, 0, False)):
+        server.asked.clear()
+        models = {"data": [{"id": "m", "max_model_len": context}]}
+        server.answers["/v1/models"] = (200, json.dumps(models))
+        found = run(url)
+        paths = [path for path, _ in server.asked]
+        assert paths.count("/tokenize") == asked and ("/collective_rpc" in paths) != refused
+        if refused:
+            assert_one_line(found, "prompt 1 has 4 tokens: with 1 generated", "length of 4")
+        else:
+            assert_one_line(found, "/collective_rpc")
+
+
+def test_the_command_line_brings_back_what_was_forgotten(run, server):
+    url = f"http://127.0.0.1:{server.server_port}"
+    server.answers |= {
+        "/collective_rpc": (200, '{"results": [{"calibration_passes": 1}]}'),
+        "/reset_prefix_cache": (200, ""),
+        "/v1/completions": (400, "too long"),
+    }
+    assert_one_line(run(url), "too long")
+    assert json.loads(server.asked[-1][1])["method"] == "quads_undo_calibration"

@@ -342,7 +342,9 @@ def test_a_selection_file_is_looked_at_before_any_weight(arith_moe, tmp_path):
     def started(path):
         return config(arith_moe, additional_config={"quads": {"selection_file": str(path)}})
 
-    with pytest.raises(ValueError, match=r"selection_file '/nope' cannot be used: .*/nope"):
+    with pytest.raises(
+        ValueError, match=r"selection_file cannot be used: /nope cannot be read: No such file"
+    ):
         started("/nope")
     path = tmp_path / "s"
     path.write_text("no selection")
@@ -353,7 +355,7 @@ def test_a_selection_file_is_looked_at_before_any_weight(arith_moe, tmp_path):
         (CompensationOptions.from_preset("quads_splice"), 1, "splice_count_w13 64, this engine"),
     ):
         write_selection_file(path, [], tp_size=tp_size, options=options)
-        with pytest.raises(ValueError, match=f"selection_file .* cannot be used: .*{message}"):
+        with pytest.raises(ValueError, match=f"selection_file cannot be used: .*{message}"):
             started(path)
     write_selection_file(path, [], tp_size=1, options=CompensationOptions.from_preset("quads"))
     assert prepared(started(path)).selection_file == str(path)

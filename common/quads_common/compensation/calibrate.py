@@ -6,15 +6,30 @@ An engine brings how to call its worker methods and how to run prompts with an e
 import argparse
 import http.client
 import json
+import os
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["Rpc", "Server", "ServerClass", "check_count", "main", "read_prompts", "run_passes"]
+from quads_common.compensation.paths import path_text
 
+__all__ = [
+    "Rpc",
+    "Server",
+    "ServerClass",
+    "check_count",
+    "check_lengths",
+    "check_texts",
+    "main",
+    "prompt_list",
+    "read_prompts",
+    "run_passes",
+]
+
+_SPECIAL = 16  # tokens that a tokenizer adds to a text, more than any does
 Rpc = Callable[..., list[Any]]  # method, *arguments -> results of all ranks
 
 
@@ -47,6 +62,42 @@ def _prompt_of(where: str, line: str) -> str:
     return row["prompt"]
 
 
+def prompt_list(prompts: object) -> list[Any]:
+    """Prompts as a list.
+
+    Raises:
+        ValueError: a single text, something else that is no list of prompts, or an empty one.
+    """
+    single = isinstance(prompts, str | bytes | Mapping)
+    if single or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts {_shown(prompts)} is not allowed: a list of prompts")
+    if not (found := list(prompts)):
+        raise ValueError("prompts is empty: there is nothing to calibrate with")
+    return found
+
+
+def check_texts(prompts: Iterable[object]) -> None:
+    """Raise ``ValueError`` unless each prompt, counted from 1, is a text that is not empty."""
+    for i, prompt in enumerate(prompts, 1):
+        if not isinstance(prompt, str) or not prompt:
+            raise ValueError(f"prompt {i} {_shown(prompt)} is not allowed: a text, not empty")
+
+
+def check_lengths(tokens: Iterable[int], max_tokens: int, context: int) -> None:
+    """Raise ``ValueError`` unless each prompt and what is generated fits in the context."""
+    for i, count in enumerate(tokens, 1):
+        if count + max_tokens > context:
+            raise ValueError(
+                f"prompt {i} has {count} tokens: with {max_tokens} generated it is longer than the "
+                f"model's context length of {context}"
+            )
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def check_count(name: str, value: object) -> None:
     """Raise ``ValueError`` unless value is an integer from 1 on."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -54,25 +105,33 @@ def check_count(name: str, value: object) -> None:
 
 
 def run_passes(
-    rpc: Rpc, run: Callable[[], None], passes: int | None, save: str | None
+    rpc: Rpc, run: Callable[[], None], passes: int | None, save: str | os.PathLike[str] | None
 ) -> dict[str, Any]:
     """Forget, then ``run`` and refresh as often as needed, then save.
+
+    If any of it fails, or is interrupted, the engine takes back what it had counted and chosen.
 
     Returns applied, sites, tokens (rows counted at most) and lists_ready (share).
     """
     if passes is not None:
         check_count("passes", passes)
+    file = None if save is None else path_text(save)
     state = rpc("quads_selection_state")[0]
-    if save is not None:
-        rpc("quads_probe_selection", save)
-    rpc("quads_forget")
+    if file is not None:
+        rpc("quads_probe_selection", file)
     result: dict[str, Any] = {}
     default = (state or {}).get("calibration_passes", 1)
-    for _ in range(default if passes is None else passes):
-        run()
-        result = rpc("quads_refresh")[0]
-    if save is not None:
-        rpc("quads_save_selection", save)
+    try:
+        rpc("quads_begin_calibration")
+        for _ in range(default if passes is None else passes):
+            run()
+            result = rpc("quads_refresh")[0]
+        if file is not None:
+            rpc("quads_save_selection", file)
+    except BaseException as error:
+        _undo(rpc, error)
+        raise
+    rpc("quads_end_calibration")
     metrics = result["metrics"]
     ready = [m["groups_ready"] for m in metrics]
     return {
@@ -81,6 +140,15 @@ def run_passes(
         "tokens": max((m["tokens"] for m in metrics), default=0),
         "lists_ready": sum(ready) / len(ready) if ready else 0.0,
     }
+
+
+def _undo(rpc: Rpc, failure: BaseException) -> None:
+    try:
+        rpc("quads_undo_calibration")
+    except Exception as error:
+        raise RuntimeError(
+            f"{failure}; what was counted before could not be brought back: {error}"
+        ) from failure
 
 
 class Server:
@@ -121,6 +189,23 @@ class Server:
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ValueError(f"{url}: {error!r}") from None
 
+    def check_lengths(self, model: str, prompts: list[str], max_tokens: int) -> None:
+        """``check_lengths`` by ``/v1/models`` and ``/tokenize``, where the server has both: else
+        its answers to the prompts tell."""
+        try:
+            context = int(self.get("/v1/models")["data"][0]["max_model_len"])
+            counts = [self._most_tokens(model, p, context - max_tokens) for p in prompts]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return
+        check_lengths(counts, max_tokens, context)
+
+    def _most_tokens(self, model: str, prompt: str, enough: int) -> int:
+        """Of a prompt; not asked for where there can be no more than ``enough``."""
+        # A token is a byte at least, but for the few that stand before and after a text.
+        if (most := len(prompt.encode()) + _SPECIAL) <= enough:
+            return most
+        return int(self.post("/tokenize", {"model": model, "prompt": prompt})["count"])
+
     def decoded(self, text: bytes) -> Any:
         """The JSON of an answer, which may be empty."""
         return json.loads(text) if text else None
@@ -131,6 +216,9 @@ class EngineServer(Protocol):
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """A worker method on all ranks."""
+
+    def check(self, prompts: list[str], max_tokens: int) -> None:
+        """Raise ``ValueError`` for what the engine would not take, as far as it tells."""
 
     def complete(self, prompts: list[str], max_tokens: int) -> None:
         """Run prompts with an empty prefix cache; the answers are thrown away."""
@@ -158,7 +246,9 @@ def main(server_class: ServerClass, description: str, url: str, *, names_model: 
         if args.passes is not None:
             check_count("--passes", args.passes)
         prompts = read_prompts(args.prompts)
+        check_texts(prompts)
         server = server_class(args.url, getattr(args, "model", None))
+        server.check(prompts, args.max_tokens)
         found = run_passes(
             server.rpc, lambda: server.complete(prompts, args.max_tokens), args.passes, args.save
         )

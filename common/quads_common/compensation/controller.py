@@ -8,23 +8,26 @@ at the latest when a sync's first tensor arrives, because the columns are gather
 load, and come into force when the sync ends.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from quads_common.compensation.backup import Backup, bring_back, take_backup
 from quads_common.compensation.columns import SiteColumns
 from quads_common.compensation.files import (
-    SavedSelection,
     SitePart,
+    fitting_parts,
     read_selection_file,
-    restore,
     snapshot,
+    write_parts,
     write_selection_file,
 )
 from quads_common.compensation.metrics import SiteMetrics, refresh_summary, with_last_known
 from quads_common.compensation.options import KINDS, CompensationOptions
+from quads_common.compensation.paths import absolute
 from quads_common.compensation.refresh import refresh, refresh_is_due
 from quads_common.compensation.selection import Selection, checksums
 from quads_common.compensation.site import Site
@@ -74,6 +77,7 @@ class Compensator:
         self.version = 0
         self.boundaries = 0
         self.metrics: list[SiteMetrics] = []
+        self._last_known: dict[str, SiteMetrics] = {}  # since rows were forgotten, by site
         self.count_staged: Callable[[], object] = _nothing
         self._log = log
         self._first_rank = first_rank
@@ -82,10 +86,12 @@ class Compensator:
         self._states: dict[str, SiteState] = {}
         self._columns: dict[str, SiteColumns] = {}
         self._rows: dict[str, int] = {}  # of each site's weights
+        self._warned: set[str] = set()  # kinds whose splice count is too large
         self._start_file = selection_file
         # With BF16 columns: lists of all sites that wait for a sync, and whether they are new.
         self._chosen: list[dict[str, torch.Tensor]] | None = None
         self._chosen_differ = False
+        self._backup: Backup | None = None  # while a calibration runs
         self._loaded = False
         self._arriving = False
         self._arrived = False  # at least once
@@ -111,6 +117,7 @@ class Compensator:
         state = new_site_state(site, self.options, device)
         if self.options.active(site.kind):
             self._states[site.name] = state
+            self._check_splice_count(site)
         return state
 
     def add_columns(self, state: SiteState, units: int, rows: int) -> SiteColumns | None:
@@ -205,20 +212,59 @@ class Compensator:
         }
 
     def forget(self) -> None:
-        """Forget statistics and averages; the lists in force stay until the next refresh."""
+        """Forget statistics and averages; the lists in force stay until the next refresh.
+
+        Energies are unknown until rows have been counted again.
+        """
         self.count_staged()
+        self._last_known = {}
         for state in self.states:
             reset(state.statistics)
             averages = state.averages
             for name in ("block", "block_known", "channel", "ready", "uncovered", "tokens"):
                 getattr(averages, name).zero_()
 
+    def begin_calibration(self) -> None:
+        """``forget``, with a copy on the host of all that a calibration changes.
+
+        A sync that is going on ends. A calibration that never ended is over.
+        """
+        self.end_sync()
+        self.count_staged()
+        self._backup = take_backup(
+            self.states, self.metrics, self._last_known, self._chosen, self._chosen_differ
+        )
+        self.forget()
+
+    def end_calibration(self) -> None:
+        """It succeeded: drop the copy."""
+        self._backup = None
+
+    def undo_calibration(self) -> bool:
+        """It failed: bring statistics, averages and lists back; returns whether there was a copy.
+
+        With BF16 columns the lists in force stay, which a calibration does not change.
+        """
+        backup, self._backup = self._backup, None
+        if backup is None:
+            return False
+        self.end_sync()
+        self.count_staged()
+        differ = bring_back(backup, self.states, lists=not self.gathers_columns)
+        self.metrics, self._last_known = backup.metrics, backup.last_known
+        self._chosen, self._chosen_differ = backup.chosen, backup.chosen_differ
+        if differ:
+            self._changed()
+        self._info("a calibration failed: statistics and lists are those before it")
+        return True
+
     def save(
         self,
-        path: str,
+        path: str | os.PathLike[str],
         gather: Callable[[list[SitePart]], Sequence[list[SitePart]] | None],
     ) -> dict[str, Any] | None:
-        """Write the selection file of all ranks; returns path and inputs, None elsewhere.
+        """Write the selection file of all ranks; returns its absolute path and the number of
+        inputs, None elsewhere.
 
         Lists that wait for a sync are saved in place of those in force.
 
@@ -231,22 +277,23 @@ class Compensator:
             return None
         together = [part for parts in everyone for part in parts]
         write_selection_file(path, together, tp_size=self.tp_size, options=self.options)
-        return {"path": path, "inputs": len({part.site.name for part in together})}
+        return {"path": absolute(path), "inputs": len({part.site.name for part in together})}
 
-    def load(self, path: str) -> dict[str, Any]:
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Take over a selection file; "applied" is False if it waits for the next sync.
 
         Raises:
-            ValueError: the file does not fit this engine; nothing was changed.
-            OSError: it cannot be read.
+            ValueError: the file does not fit this engine; nothing was changed, and a sync that is
+                going on goes on.
+            OSError: it cannot be read; the same holds.
         """
-        saved = read_selection_file(path)
+        write = self._reader(path)
         self.end_sync()
         if self.gathers_columns:
-            self._choose(lambda: self._restore(saved))
-            self._wait(path)
+            self._choose(write)
+            self._wait(absolute(path))
         else:
-            self._restore(saved)
+            write()
             self._changed()
         return {"applied": not self.gathers_columns}
 
@@ -266,6 +313,22 @@ class Compensator:
         if due:
             self._refresh()
         return due
+
+    def _check_splice_count(self, site: Site) -> None:
+        """Warn of a count that an input has not, once for each kind."""
+        count = self.options.splice_count(site.kind)
+        if not self._first_rank or site.kind in self._warned or count <= site.full_width:
+            return
+        self._warned.add(site.kind)
+        self._log.warning(
+            "quads_nvfp4: splice_count_%s %d is more than the %d channels of %s: all %d are "
+            "spliced there, and none is quantized",
+            site.kind,
+            count,
+            site.full_width,
+            site.name,
+            site.full_width,
+        )
 
     def _changed(self) -> None:
         self.version += 1
@@ -293,10 +356,10 @@ class Compensator:
     def _refresh(self) -> bool:
         """Returns whether a list changed, which is noted unless lists have to wait."""
         self.count_staged()
-        old = {metrics.name: metrics for metrics in self.metrics}
         rows = {name: self._rows.get(name, 1) for name in self._states}
         found = refresh(self.states, self.options, in_force=not self.gathers_columns, rows=rows)
-        self.metrics = [with_last_known(new, old.get(new.name)) for new in found]
+        self.metrics = [with_last_known(new, self._last_known.get(new.name)) for new in found]
+        self._last_known = {metrics.name: metrics for metrics in self.metrics}
         differ = any(m.blocks_overlap < 1 or m.channels_overlap < 1 for m in self.metrics)
         if differ and not self.gathers_columns:
             self._changed()
@@ -308,16 +371,23 @@ class Compensator:
                 self._log.warning("quads_nvfp4: metrics of a refresh were not handed on: %s", error)
         return differ
 
-    def _restore(self, saved: SavedSelection) -> bool:
-        self.count_staged()
-        restore(saved, self.states, tp_size=self.tp_size, options=self.options)
-        self._info("selections of %s", saved.path)
-        return True
+    def _reader(self, path: str | os.PathLike[str]) -> Callable[[], bool]:
+        """Read and check a file; what writes its content into the buffers, and returns True."""
+        saved = read_selection_file(path)
+        parts = fitting_parts(saved, self.states, tp_size=self.tp_size, options=self.options)
+
+        def write() -> bool:
+            self.count_staged()
+            write_parts(parts, self.states)
+            self._info("selections of %s", saved.path)
+            return True
+
+        return write
 
     def _restore_start_file(self) -> None:
         if self._start_file is not None:
             path, self._start_file = self._start_file, None
-            self._restore(read_selection_file(path))
+            self._reader(path)()
             self._changed()
 
     def _choose(self, write_lists: Callable[[], bool]) -> None:

@@ -13,6 +13,17 @@ __all__ = ["check_header", "check_ids", "check_values"]
 _KEYS = {"contract_version": int, "tp_size": int, "options": dict, "sites": dict}
 _SITE_KEYS = {"kind": str, "full_width": int, "num_groups": int, "shards": int}
 _SIGNED = ("statistics_mean",)
+_COUNTS = (
+    "statistics_count",
+    "statistics_underflows",
+    "statistics_offered",
+    "averages_uncovered",
+    "averages_tokens",
+    "averages_refreshes",
+)
+_MOST = 2**53  # what float64 counts exactly
+# Squared deviations of channels below 2**128, of 16 channels and _MOST rows.
+_LARGEST = 2.0**315
 
 
 def check_header(path: str, header: object) -> dict[str, Any]:
@@ -35,7 +46,8 @@ def check_values(what: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     """Numbers of statistics and averages; ``what`` ends with the buffer's name.
 
     Raises:
-        ValueError: another dtype, NaN or Inf, a negative number where none can be.
+        ValueError: another dtype, NaN or Inf, a number that none can be: negative, too large, or a
+            fraction of a row.
     """
     if tensor.dtype != dtype:
         raise ValueError(f"{what} is {tensor.dtype}, expected {dtype}")
@@ -45,6 +57,14 @@ def check_values(what: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         raise ValueError(f"{what} holds NaN or Inf")
     if not what.endswith(_SIGNED) and bool((tensor < 0).any()):
         raise ValueError(f"{what} holds {tensor.min().item()}, expected no negative number")
+    counts = what.endswith(_COUNTS)
+    most = _MOST if counts else _LARGEST
+    wrong = tensor.abs() > most
+    if counts and dtype.is_floating_point:
+        wrong |= tensor != tensor.round()
+    if bool(wrong.any()):
+        allowed = "whole numbers up to 2**53" if counts else "magnitudes up to 2**315"
+        raise ValueError(f"{what} holds {tensor[wrong][0].item()}, expected {allowed}")
 
 
 def check_ids(what: str, ids: torch.Tensor, dtype: torch.dtype, width: int) -> None:

@@ -6,12 +6,10 @@ input side by side, so channel and block ids are those of the checkpoint. A file
 tp_size, because each shard of an input chooses for itself.
 """
 
-import errno
 import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from safetensors.torch import save_file
 
 from quads_common.compensation.file_checks import check_header, check_ids, check_values
 from quads_common.compensation.options import CompensationOptions
+from quads_common.compensation.paths import absolute, check_readable, write_whole
 from quads_common.compensation.selection import DERIVED, derived_buffers
 from quads_common.compensation.site import Site
 from quads_common.compensation.state import SiteState
@@ -30,10 +29,11 @@ __all__ = [
     "SavedSelection",
     "SitePart",
     "check_selection_file",
-    "probe_selection_path",
+    "fitting_parts",
     "read_selection_file",
     "restore",
     "snapshot",
+    "write_parts",
     "write_selection_file",
 ]
 
@@ -99,6 +99,7 @@ def write_selection_file(
 
     Raises:
         ValueError: ranks disagree on a site or on a replicated list, or a part is missing.
+        OSError: see ``write_whole``.
     """
     by_name: dict[str, list[SitePart]] = {}
     for part in parts:
@@ -114,30 +115,7 @@ def write_selection_file(
         "options": options.to_dict(),
         "sites": sites,
     }
-    temporary = _beside(path)
-    try:
-        save_file(tensors, temporary, {_HEADER: json.dumps(header)})
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def probe_selection_path(path: str | os.PathLike[str]) -> None:
-    """Whether ``write_selection_file`` could write there; leaves nothing.
-
-    Raises:
-        OSError: it could not.
-    """
-    if Path(path).is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    temporary = _beside(path)
-    temporary.touch()
-    temporary.unlink()
-
-
-def _beside(path: str | os.PathLike[str]) -> Path:
-    """Where a file grows before it appears at ``path``."""
-    return Path(f"{os.fspath(path)}.partial-{os.getpid()}")
+    write_whole(path, lambda file: save_file(tensors, file, {_HEADER: json.dumps(header)}))
 
 
 def read_selection_file(path: str | os.PathLike[str]) -> SavedSelection:
@@ -163,7 +141,8 @@ def check_selection_file(
 
 
 def _read(path: str | os.PathLike[str], *, tensors: bool) -> SavedSelection:
-    shown = os.fspath(path)
+    shown = absolute(path)
+    check_readable(shown)
     try:
         with safe_open(shown, framework="pt") as file:
             header = json.loads((file.metadata() or {}).get(_HEADER, "null"))
@@ -191,8 +170,23 @@ def restore(
     """Write this rank's part of a file into its buffers, in place; checks all before the first.
 
     Raises:
-        ValueError: another tp_size, other options that shape a selection, other sites or shapes;
-            ids or numbers that cannot be.
+        ValueError: see ``fitting_parts``.
+    """
+    write_parts(fitting_parts(saved, states, tp_size=tp_size, options=options), states)
+
+
+def fitting_parts(
+    saved: SavedSelection,
+    states: Sequence[SiteState],
+    *,
+    tp_size: int,
+    options: CompensationOptions,
+) -> list[dict[str, torch.Tensor]]:
+    """This rank's buffers of each of its ``states``, on the CPU; changes nothing.
+
+    Raises:
+        ValueError: another tp_size, other options that shape a selection, other sites, shapes or
+            tensors; ids or numbers that cannot be.
     """
     _check_fits(saved, tp_size, options)
     names = {state.site.name for state in states}
@@ -200,11 +194,21 @@ def restore(
         odd = sorted(names ^ saved.sites.keys())[0]
         where = "only in the file" if odd in saved.sites else "not in the file"
         raise ValueError(f"{saved.path}: site {odd} is {where}")
+    known = {f"{s.site.name}/{name}" for s in states for name in s.buffers()}
+    known -= {f"{s.site.name}/{name}" for s in states for name in _NOT_SAVED}
+    if surplus := sorted(saved.tensors.keys() - known):
+        raise ValueError(f"{saved.path}: {surplus[0]} is no tensor of a selection file")
     cut = [_part_of(saved, state) for state in states]
-    for state, tensors in zip(states, cut, strict=True):
+    for tensors in cut:
         derived = derived_buffers(tensors["selection_blocks"], tensors["selection_channels"])
         tensors |= {f"selection_{name}": tensor for name, tensor in derived.items()}
-        copy_into(state.buffers(), tensors, f"{saved.path}: {state.site.name}")
+    return cut
+
+
+def write_parts(parts: Sequence[dict[str, torch.Tensor]], states: Sequence[SiteState]) -> None:
+    """Write what ``fitting_parts`` found into the buffers, in place."""
+    for state, tensors in zip(states, parts, strict=True):
+        copy_into(state.buffers(), tensors, state.site.name)
 
 
 def _check_fits(saved: SavedSelection, tp_size: int, options: CompensationOptions) -> None:

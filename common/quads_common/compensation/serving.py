@@ -29,13 +29,12 @@ def check_start_file(options: QuadsOptions, tp_size: int) -> None:
     Raises:
         ValueError: naming the option, the file and what does not fit.
     """
-    path = options.selection_file
-    if path is None:
+    if options.selection_file is None:
         return
     try:
-        check_selection_file(path, tp_size=tp_size, options=options.compensation)
+        check_selection_file(options.selection_file, tp_size=tp_size, options=options.compensation)
     except (OSError, ValueError) as error:
-        raise ValueError(f"selection_file {path!r} cannot be used: {error}") from None
+        raise ValueError(f"selection_file cannot be used: {error}") from None
 
 
 def new_runtime(
