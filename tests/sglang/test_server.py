@@ -119,6 +119,13 @@ def check_orders(port, folder):
         if line.startswith("sglang:quads_tokens{") and "layers.0.mlp.experts.w13" in line
     )
     assert float(line.rpartition(" ")[2]) > 0
+    before = [site["tokens"] for site in order(port, "quads_metrics")[0]]
+    prompts.write_text("1+1=\n" + "1" * 5000 + "\n")
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == 1 and "prompt 2 has 500" in done.stderr, done.stderr
+    order(port, "quads_begin_calibration")
+    assert counted(port) == 0 and order(port, "quads_undo_calibration") == [True]
+    assert counted(port) == max(before) > 0, "the failed one has forgotten nothing"
     order(port, "quads_forget")
 
 

@@ -254,6 +254,28 @@ def check_compensation(port, folder):
     done = subprocess.run([*command, "--prompts=/nowhere"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("calibrate: error: ")
+    check_failed_calibration(port, command, path.with_suffix(".txt"))
+
+
+def check_failed_calibration(port, command, prompts):
+    """A prompt that is too long is noticed first; what fails later brings back what was counted."""
+
+    def ask(method):
+        return post(port, "/collective_rpc", {"method": method})["results"]
+
+    before = ask("quads_selection_state")
+    prompts.write_text("1+1=\n" + "1" * 5000 + "\n")
+    done = subprocess.run([*command, f"--prompts={prompts}"], capture_output=True, text=True)
+    assert done.returncode == 1 and "prompt 2 has 500" in done.stderr, done.stderr
+    assert ask("quads_selection_state") == before
+    (kept,) = ask("quads_metrics")
+    ask("quads_begin_calibration")
+    (forgotten,) = ask("quads_refresh")
+    assert not any(site["tokens"] for site in forgotten["metrics"])
+    assert ask("quads_undo_calibration") == [True] and ask("quads_metrics") == [kept]
+    (again,) = ask("quads_refresh")
+    assert [m["tokens"] for m in again["metrics"]] == [m["tokens"] for m in kept]
+    assert ask("quads_selection_state")[0]["shared"] == before[0]["shared"]
 
 
 def prints(port):
