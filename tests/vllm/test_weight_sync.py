@@ -272,7 +272,8 @@ def check_failed_calibration(port, command, prompts):
     ask("quads_begin_calibration")
     (forgotten,) = ask("quads_refresh")
     assert not any(site["tokens"] for site in forgotten["metrics"])
-    assert ask("quads_undo_calibration") == [True] and ask("quads_metrics") == [kept]
+    # vLLM answers with text where a result is neither a list nor an object.
+    assert ask("quads_undo_calibration") == ["True"] and ask("quads_metrics") == [kept]
     (again,) = ask("quads_refresh")
     assert [m["tokens"] for m in again["metrics"]] == [m["tokens"] for m in kept]
     assert ask("quads_selection_state")[0]["shared"] == before[0]["shared"]
