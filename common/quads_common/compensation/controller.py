@@ -29,15 +29,17 @@ from quads_common.compensation.metrics import SiteMetrics, refresh_summary, with
 from quads_common.compensation.options import KINDS, CompensationOptions
 from quads_common.compensation.paths import absolute
 from quads_common.compensation.refresh import refresh, refresh_is_due
-from quads_common.compensation.selection import Selection, checksums
+from quads_common.compensation.selection import checksums
 from quads_common.compensation.site import Site
 from quads_common.compensation.state import (
-    Averages,
     SiteState,
+    clones,
     forget_served,
+    lists_that_differ,
     new_site_state,
+    with_lists,
 )
-from quads_common.compensation.statistics import ChannelStatistics, copy_into, reset
+from quads_common.compensation.statistics import copy_into, reset
 
 __all__ = ["Compensator", "Log"]
 
@@ -78,7 +80,7 @@ class Compensator:
         self.boundaries = 0
         self.metrics: list[SiteMetrics] = []
         self._last_known: dict[str, SiteMetrics] = {}  # since rows were forgotten, by site
-        self.count_staged: Callable[[], object] = _nothing
+        self.count_staged: Callable[[], object] = lambda: None  # nobody stages rows
         self._log = log
         self._first_rank = first_rank
         self._on_refresh = on_refresh
@@ -406,19 +408,12 @@ class Compensator:
             yield from self.states
             return
         for state, lists in zip(self.states, self._chosen, strict=True):
-            copy = SiteState(
-                state.site,
-                ChannelStatistics(**_clones(state.statistics.buffers())),
-                Averages(**_clones(state.averages.buffers())),
-                Selection(**lists),
-            )
-            forget_served(copy, _lists_that_differ(lists["channels"], state))
-            yield copy
+            yield with_lists(state, lists)
 
     def _put(self, lists: list[dict[str, torch.Tensor]] | None) -> list[dict[str, torch.Tensor]]:
         """Write the lists of all sites, if any; returns those that were there."""
         selections = [state.selection.buffers() for state in self.states]
-        old = [_clones(buffers) for buffers in selections]
+        old = [clones(buffers) for buffers in selections]
         for buffers, new in zip(selections, lists or [], strict=False):
             for name, tensor in buffers.items():
                 tensor.copy_(new[name])
@@ -433,7 +428,7 @@ class Compensator:
         late = []
         for (name, state), lists in zip(self._states.items(), chosen, strict=True):
             columns = self._columns.get(name)
-            moved = _lists_that_differ(lists["channels"], state)
+            moved = lists_that_differ(lists["channels"], state)
             if columns is None:
                 copy_into(state.selection.buffers(), lists, name)
             elif not columns.commit():
@@ -450,16 +445,3 @@ class Compensator:
                 ", ".join(late[:4]) + (", ..." if len(late) > 4 else ""),
             )
         return len(late) < len(chosen)
-
-
-def _lists_that_differ(channels: torch.Tensor, state: SiteState) -> torch.Tensor:
-    """[G] bool: other hot channels than those in force."""
-    return (channels != state.selection.channels).any(dim=1)
-
-
-def _nothing() -> None:
-    """Nobody stages rows."""
-
-
-def _clones(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in buffers.items()}

@@ -15,10 +15,13 @@ __all__ = [
     "Averages",
     "SiteState",
     "batches_of",
+    "clones",
     "forget_served",
     "gather",
     "give_back",
+    "lists_that_differ",
     "new_site_state",
+    "with_lists",
 ]
 
 # Elements of one statistics buffer (8 bytes each) of all sites that are looked at together.
@@ -113,6 +116,28 @@ def forget_served(state: SiteState, lists: torch.Tensor) -> None:
         tensor.masked_fill_(lists.unsqueeze(1), 0)
     uncovered = state.averages.uncovered
     uncovered.copy_(torch.where(lists, state.statistics.count, uncovered))
+
+
+def lists_that_differ(channels: torch.Tensor, state: SiteState) -> torch.Tensor:
+    """[G] bool: other hot channels than those in force."""
+    return (channels != state.selection.channels).any(dim=1)
+
+
+def clones(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies by name."""
+    return {name: tensor.clone() for name, tensor in buffers.items()}
+
+
+def with_lists(state: SiteState, lists: dict[str, torch.Tensor]) -> SiteState:
+    """A copy as it would be if these lists (``Selection.buffers``) were in force."""
+    copy = SiteState(
+        state.site,
+        ChannelStatistics(**clones(state.statistics.buffers())),
+        Averages(**clones(state.averages.buffers())),
+        Selection(**lists),
+    )
+    forget_served(copy, lists_that_differ(lists["channels"], state))
+    return copy
 
 
 def batches_of(states: Sequence[SiteState]) -> list[list[SiteState]]:
