@@ -225,7 +225,7 @@ def rows_table(layers: list[Layer], timed: bool = False) -> None:
     lists = {name: lists_of(layers[0], VARIANTS[name]) for name in names}
     if timed:
         print("quantizers, us: " + " ".join(f"{h:>10}" for h in ["plain", *names]))
-    for tokens in (16, 128, 4096):
+    for tokens in (1, 16, 128, 4096):
         ids = torch.randint(0, experts, (tokens, top_k), device="cuda", dtype=torch.int32)
         routes = Routes(ids, None, experts)
         sets = 8

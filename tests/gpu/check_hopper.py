@@ -18,6 +18,7 @@ from quads_common.activation import Activation
 from quads_common.gemm import scaled_operand
 from quads_common.kernels import hopper
 from quads_common.kernels.hopper import DecodePlan, Inspection
+from quads_common.kernels.hopper_memory import fused_capacity, pair_capacity
 from quads_common.kernels.moe import DOWN, GATE_UP, fused_moe_hopper, fused_moe_triton
 from quads_common.kernels.route import Routes
 from quads_common.kernels.rows import quantize_rows
@@ -141,8 +142,8 @@ def one_layer(name, x, weights, tiled, routes, router, act) -> Iterator[Check]:
     operand = quantize_rows(x, quantized=quantized).operand
     results = []
     plans = (
-        DecodePlan("fused", min(32, hopper._fused_capacity(hidden, inner))),
-        DecodePlan("pair", min(32, *hopper._half_capacity(hidden, inner))),
+        DecodePlan("fused", min(32, fused_capacity(hidden, inner))),
+        DecodePlan("pair", min(32, pair_capacity(hidden, inner))),
         DecodePlan("few", 8),
     )
     for plan in plans:

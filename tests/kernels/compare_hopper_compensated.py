@@ -18,6 +18,7 @@ from quads_common.kernels.compensated import fused_moe_compensated_hopper
 from quads_common.kernels.compensated_rows import compensate_rows
 from quads_common.kernels.hopper import DecodePlan, Inspection, RowCompensation
 from quads_common.kernels.hopper_columns import column_counts, hot_columns
+from quads_common.kernels.hopper_memory import fused_capacity, pair_capacity
 from quads_common.kernels.moe import DOWN, GATE_UP, fused_moe_hopper
 from quads_common.kernels.route import Routes
 from tests.kernels.compare_compensated import grouped_excess, row_errors
@@ -108,8 +109,8 @@ def one_layer(name, x, weights, tiled, router, ids, lists) -> Iterator[Check]:
     columns = hot_columns(first, rows.hot, second)
     slots, results = tokens * top_k, []
     for plan in (
-        DecodePlan("fused", min(32, hopper._fused_capacity(hidden, inner, counts))),
-        DecodePlan("pair", min(32, *hopper._half_capacity(hidden, inner, counts))),
+        DecodePlan("fused", min(32, fused_capacity(hidden, inner, counts))),
+        DecodePlan("pair", min(32, pair_capacity(hidden, inner, counts))),
         DecodePlan("few", 8),
     ):
 

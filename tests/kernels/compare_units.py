@@ -127,7 +127,10 @@ def shards(
     name: str, device: str, hidden: int, inner: int, generator: torch.Generator
 ) -> Iterator[Check]:
     """This rank's part of tensors whose largest value lies with another rank."""
-    tp = next(t for t in (4, 3, 2) if inner % (16 * t) == 0)
+    tp = next((t for t in (4, 3, 2) if inner % (16 * t) == 0), None)
+    if tp is None:
+        yield f"units {name} shards", True, f"none: {inner} cannot be cut"
+        return
     local, rank = inner // tp, 1
     start = rank * local
     w1, w3, w2 = (

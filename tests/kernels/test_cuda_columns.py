@@ -20,6 +20,13 @@ from quads_common.kernels import cuda, hopper
 from quads_common.kernels.cuda import nvrtc
 from quads_common.kernels.hopper import decode_plan, moe_defines, why_not_hopper
 from quads_common.kernels.hopper_columns import HotColumns, column_counts, hot_columns
+from quads_common.kernels.hopper_memory import (
+    ALL_SHARED,
+    FEW_SHARED,
+    SHARED,
+    launches,
+    row_bytes,
+)
 from tests.kernels.offline import cuobjdump
 from tests.kernels.test_hopper import SHAPES, needs_nvrtc
 
@@ -27,7 +34,7 @@ FOLDER = cuda.__path__[0]
 
 
 # Bytes of a thread's stack, with an odd number of stages of 128 (docs/performance.md).
-SPILLED = {(4096, 384): {"moe_down": 8, "moe_both": 16}}
+SPILLED = {(4096, 384): {"moe_down": 8}}
 
 
 @needs_nvrtc
@@ -45,11 +52,12 @@ def test_what_kernels_with_columns_take(tmp_path, monkeypatch, shape, rac):
         allowed = SPILLED.get(tuple(shape), {}).get(name, 0)
         assert int(stack) <= allowed and local == "0", name
         assert int(registers) <= 128, name
-        of_rows = hopper.FEW_SHARED if name.endswith("_few") else hopper.SHARED
-        assert int(shared) + of_rows <= hopper.ALL_SHARED, name
+        of_rows = FEW_SHARED if name.endswith("_few") else SHARED
+        assert int(shared) + of_rows <= ALL_SHARED, name
     sass = cuobjdump(cubin, "-sass")
     assert set(re.findall(r"HMMA[.\w]*", sass)) == {"HMMA.16816.F32", "HMMA.16816.F32.BF16"}
-    assert "UBLKPF" in sass  # columns to the L2 cache, where registers are short
+    assert "LDGSTS.E.BYPASS.LTC128B.128" in sass  # columns to shared memory
+    assert "UBLKPF" in sass  # and to the L2 cache, in blocks of many slots
 
 
 @pytest.mark.parametrize("count", [16, 32, 48, 64])
@@ -68,18 +76,20 @@ def test_sum_over_columns(tmp_path, count):
     columns, hot = (
         torch.randint(-8, 9, (rows, count), generator=generator).bfloat16() for rows in (32, 16)
     )
-    shared = torch.nn.functional.pad(hot, (0, 16), value=torch.nan)
-    y = torch.full((32, 16), torch.nan)
+    shared = torch.nn.functional.pad(hot, (0, 16), value=torch.nan).flatten()
+    shared = torch.cat((shared, torch.full((32 * count,), torch.nan, dtype=torch.bfloat16)))
     run = ctypes.CDLL(f"{tmp_path}/columns.so")
-    run.multiply(*(ctypes.c_void_p(t.data_ptr()) for t in (columns, shared, y)))
-    assert torch.equal(y, columns.float() @ hot.float().T)
+    for copied in (False, True):
+        y = torch.full((32, 16), torch.nan)
+        run.multiply(*(ctypes.c_void_p(t.data_ptr()) for t in (columns, shared, y)), copied)
+        assert torch.equal(y, columns.float() @ hot.float().T)
 
 
 @pytest.mark.parametrize("columns", [(64, 32), (16, 0), (0, 128), (128, 128), (48, 80)], ids=str)
 @pytest.mark.parametrize("hidden, inner", [*SHAPES, (128, 128), (6144, 768), (8192, 8192)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 33, 100, 4096])
 def test_rows_with_columns_fit_in_shared_memory(tokens, hidden, inner, columns):
-    up, down = hopper._row_bytes(hidden, inner, columns)
+    up, down = row_bytes(hidden, inner, columns)
     for row, operand, count in ((up, 2 * hidden, columns[0]), (down, 2 * inner, columns[1])):
         assert row >= operand + 2 * count
         assert row % 128 in (32, 96)  # 16-byte copies; banks
@@ -87,10 +97,22 @@ def test_rows_with_columns_fit_in_shared_memory(tokens, hidden, inner, columns):
     plan = decode_plan(tokens, 2, 8, hidden, inner, 132, columns)
     if plan is None:
         return
-    free = hopper.FEW_SHARED if plan.form == "few" else hopper.SHARED
-    for _, rows, shared in hopper._launches(plan, hidden, inner, columns):
-        assert plan.rows <= rows
-        assert shared <= free
+    free = FEW_SHARED if plan.form == "few" else SHARED
+    for launch in launches(plan.form, plan.rows, hidden, inner, columns):
+        assert plan.rows <= launch.rows
+        assert launch.shared <= free
+        # Rows, then lists, as the kernels address them; the copies lie in none that has a use then.
+        fused, gemm1 = plan.form == "fused", "up" in launch.kernel
+        row = up if fused or gemm1 else down
+        rows_end = launch.rows * (up + down if fused else row)
+        end = rows_end + (0 if gemm1 else 2 * 5 * inner // 16)
+        copied = [min(c, 32 if plan.form == "few" else 64) for c in columns]
+        copies = 16 * 32 * 2 * (max(copied) if fused else copied[not gemm1])
+        blocks = min(launch.rows, 16 if fused or plan.form == "few" else 32)
+        assert launch.buffer % 16 == 0
+        if launch.buffer < end:
+            assert blocks * row <= launch.buffer <= launch.rows * row - copies
+        assert launch.buffer + copies <= launch.shared
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from quads_common.activation import Activation
 from quads_common.kernels import gemm, hopper
 from quads_common.kernels.cuda import nvrtc
 from quads_common.kernels.hopper import DecodePlan, decode_plan, moe_defines, why_not_hopper
+from quads_common.kernels.hopper_memory import ALL_SHARED, FEW_SHARED, SHARED, launches
 from quads_common.kernels.moe import moe_config
 from tests.kernels.offline import cuobjdump
 
@@ -51,8 +52,8 @@ def test_kernels_do_not_spill(cache, shape, dtype):
     for name, registers, stack, shared, local in usage:
         assert (stack, local) == ("0", "0"), name
         assert int(registers) <= 128, name  # 512 threads share 65536
-        of_rows = hopper.FEW_SHARED if name.endswith("_few") else hopper.SHARED
-        assert int(shared) + of_rows <= hopper.ALL_SHARED, name
+        of_rows = FEW_SHARED if name.endswith("_few") else SHARED
+        assert int(shared) + of_rows <= ALL_SHARED, name
     sass = cuobjdump(cubin, "-sass")
     suffix = ".BF16" if dtype == torch.bfloat16 else ""
     assert set(re.findall(r"HMMA[.\w]*", sass)) == {f"HMMA.16816.F32{suffix}"}
@@ -139,10 +140,10 @@ def test_forms_fit_in_shared_memory(tokens, hidden, inner, experts, top_k):
         return
     assert tokens * top_k <= hopper.MAX_SLOTS
     assert plan.rows % 8 == 0 and 8 <= plan.rows <= hopper.MAX_ROWS
-    free = hopper.FEW_SHARED if plan.form == "few" else hopper.SHARED
-    for _, rows, shared in hopper._launches(plan, hidden, inner):
-        assert plan.rows <= rows
-        assert shared <= free
+    free = FEW_SHARED if plan.form == "few" else SHARED
+    for launch in launches(plan.form, plan.rows, hidden, inner):
+        assert plan.rows <= launch.rows
+        assert launch.shared <= free
 
 
 def test_one_tile_for_batch_invariance(monkeypatch):

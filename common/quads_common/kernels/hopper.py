@@ -20,6 +20,16 @@ from quads_common.format import QuantizedTensor
 from quads_common.gemm import ActFormat
 from quads_common.kernels.cuda.nvrtc import Kernel, compile_cubin, load_kernels
 from quads_common.kernels.hopper_columns import NO_COLUMNS, Counts, HotColumns, why_not_columns
+from quads_common.kernels.hopper_memory import (
+    ALL_SHARED,
+    COPIED_COLUMNS,
+    COPIED_FEW,
+    FEW_ROWS,
+    few_capacity,
+    fused_capacity,
+    launches,
+    pair_capacity,
+)
 from quads_common.kernels.route import Routes
 from quads_common.kernels.rows import Operand
 from quads_common.weight_tiles import TileLayout
@@ -37,16 +47,11 @@ __all__ = [
 ]
 
 ARCHITECTURE = "sm_90a"
-# Shared memory of a thread block, and the part of it that rows and lists can have beside static
-# variables.
-ALL_SHARED, SHARED = 227 * 1024, 208 * 1024
-# The same of the "few" kernels, which hold the parts of their sums too.
-FEW_SHARED = SHARED - 16 * 1024
 THREADS = 512
 # Of routes.cuh: slots of a block, experts and slots of a layer at most; blocks beyond those needed.
 MAX_ROWS, MAX_EXPERTS, MAX_SLOTS, MAX_SPARES = 32, 512, 4096, 12
-# Up to so many slots a strip's K is spread over several warps, in blocks of 8 slots.
-FEW_SLOTS, FEW_ROWS = 32, 8
+# Up to so many slots a strip's K is spread over several warps.
+FEW_SLOTS = 32
 # The fused form runs where this share of the multiprocessors gets an expert, and where an expert's
 # mean number of slots is at most this share of a block.
 FUSED_FROM, FUSED_SHARE = 0.7, 0.55
@@ -112,7 +117,7 @@ def why_not_hopper(
         return f"{experts} experts (at most {MAX_EXPERTS})"
     if reason := why_not_columns(columns):
         return reason
-    if min(_half_capacity(hidden, inner, columns, FEW_SHARED)) < FEW_ROWS:
+    if few_capacity(hidden, inner, columns) < FEW_ROWS:
         return f"8 rows of {max(hidden, inner)} do not fit in shared memory"
     return None
 
@@ -156,26 +161,11 @@ def decode_plan(
         return DecodePlan("few", FEW_ROWS)
     active = experts * (1 - (1 - min(1.0, top_k / experts)) ** tokens)
     mean = slots / max(1.0, active)
-    rows = _fused_capacity(hidden, inner, columns)
+    rows = fused_capacity(hidden, inner, columns)
     if FUSED_FROM * processors <= active <= processors and mean <= FUSED_SHARE * rows:
         return DecodePlan("fused", min(MAX_ROWS, rows))
-    rows = min(MAX_ROWS, *_half_capacity(hidden, inner, columns))
+    rows = min(MAX_ROWS, pair_capacity(hidden, inner, columns))
     return DecodePlan("pair", rows) if mean <= rows / 2 + 1 else None
-
-
-def _fused_capacity(hidden: int, inner: int, columns: Counts = NO_COLUMNS) -> int:
-    """Rows of a block of the fused kernel that fit in shared memory, in whole groups of 8."""
-    free = SHARED - _list_bytes(inner)
-    return free // sum(_row_bytes(hidden, inner, columns)) // 8 * 8
-
-
-def _half_capacity(
-    hidden: int, inner: int, columns: Counts = NO_COLUMNS, shared: int = SHARED
-) -> tuple[int, int]:
-    """The same of all rows in shared memory at a time, of the kernels for each GEMM."""
-    up, down = _row_bytes(hidden, inner, columns)
-    free = shared - _list_bytes(inner)
-    return free // up // 8 * 8, free // down // 8 * 8
 
 
 def decode_experts(
@@ -235,30 +225,10 @@ def decode_experts(
         arguments.inspect_y = _pointer(inspection.y)
         arguments.inspect_operand = _pointer(inspection.operand)
         arguments.inspect_scale = _pointer(inspection.row_scale)
-    for name, rows, shared in _launches(plan, hidden, inner, counts):
-        arguments.rows = rows
-        kernels[name].launch(processors, THREADS, shared, arguments, stream)
+    for launch in launches(plan.form, plan.rows, hidden, inner, counts):
+        arguments.rows, arguments.columns.buffer = launch.rows, launch.buffer
+        kernels[launch.kernel].launch(processors, THREADS, launch.shared, arguments, stream)
     return out
-
-
-def _launches(
-    plan: DecodePlan, hidden: int, inner: int, columns: Counts = NO_COLUMNS
-) -> list[tuple[str, int, int]]:
-    """Kernels in order, with the rows that each holds in shared memory and the bytes of all."""
-    lists = _list_bytes(inner)
-    up_bytes, down_bytes = _row_bytes(hidden, inner, columns)
-    if plan.form == "fused":
-        return [("moe_both", plan.rows, plan.rows * (up_bytes + down_bytes) + lists)]
-    suffix, (up_rows, down_rows) = "", _half_capacity(hidden, inner, columns)
-    if plan.form == "few":
-        suffix = "_few"
-        up_rows, down_rows = (
-            min(2 * FEW_ROWS, rows) for rows in _half_capacity(hidden, inner, columns, FEW_SHARED)
-        )
-    return [
-        (f"moe_up{suffix}", up_rows, up_rows * up_bytes),
-        (f"moe_down{suffix}", down_rows, down_rows * down_bytes + lists),
-    ]
 
 
 def list_blocks(routes: Routes, plan: DecodePlan) -> torch.Tensor:
@@ -317,6 +287,7 @@ class _Columns(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("w13", "hot", "w2", "channels")),
         ("channels_stride", ctypes.c_int),
+        ("buffer", ctypes.c_int),
     )
 
 
@@ -398,17 +369,6 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _row_bytes(hidden: int, inner: int, columns: Counts) -> tuple[int, int]:
-    """Bytes of a row of each GEMM in shared memory: ``X_ROW`` and ``PRODUCT_ROW`` of moe.cu."""
-    up, down = (2 * count + (0 if count % 32 else 32) for count in columns)
-    return -(-hidden // 256) * 512 + up, inner * 2 + down
-
-
-def _list_bytes(inner: int) -> int:
-    """Of the ``Lists`` of two experts, behind the rows: bits and choice of each block."""
-    return 2 * (inner // 16) * 5
-
-
 @cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -442,5 +402,6 @@ def moe_defines(
     defines |= {"HIDDEN": str(hidden), "INNER": str(inner)} | CONSTANTS
     defines |= {"WITH_RAC": str(int(rac)), "WITH_SPLICE": str(int(splice))}
     defines |= {"COLUMNS13": str(columns[0]), "COLUMNS2": str(columns[1])}
+    defines |= {"COPIED_COLUMNS": str(COPIED_COLUMNS), "COPIED_FEW": str(COPIED_FEW)}
     defines["ARGUMENT_BYTES"] = str(ctypes.sizeof(_MoeArguments))
     return defines | {"INSPECT": "1"} if inspect else defines

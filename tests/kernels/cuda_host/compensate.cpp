@@ -28,8 +28,6 @@ static thread_local struct { int x; } threadIdx;
 
 DEVICE u32 load_shared(u32 at) { u32 v; memcpy(&v, memory + at, 4); return v; }
 DEVICE void store_shared(u32 at, u32 value) { memcpy(memory + at, &value, 4); }
-DEVICE u32 load_shared_half(u32 at) { u16 v; memcpy(&v, memory + at, 2); return v; }
-DEVICE void store_shared_half(u32 at, u32 value) { memcpy(memory + at, &value, 2); }
 DEVICE u8* shared_address(void* p) { return (u8*)p; }
 DEVICE void copy_word(u8* target, const void* source) { memcpy(target, source, 4); }
 DEVICE float as_float(u32 bits) { float v; memcpy(&v, &bits, 4); return v; }

@@ -8,6 +8,7 @@ struct Columns {
   const u8* w2;         // bfloat16 [E, H, COLUMNS2]
   const int* channels;  // [lists, COLUMNS2]: those of GEMM2's input, -1 for none
   int channels_stride;  // 0: one list for all experts
+  int buffer;           // where warps' copies of columns begin in shared memory
 };
 
 constexpr int MAX_COLUMNS = 128;
@@ -22,9 +23,47 @@ constexpr int row_end(int columns) { return 2 * columns + (columns % 32 == 0 ? 3
 //
 // Row i begins (i & 1) * LOW + (i >> 1) * HIGH bytes behind the first. In shared memory the hot values
 // of 8 slots further are GROUP bytes behind.
+//
+// A lane's columns come straight to registers (`load`), or are copied to BYTES of shared memory that
+// its warp has for that, while it does something else; each lane reads what it copied.
 template <int COUNT, int LOW, int HIGH, int GROUP>
 struct ColumnPart {
-  static constexpr int WHOLE = COUNT / 32, LEFT = COUNT % 32;
+  static constexpr int WHOLE = COUNT / 32, LEFT = COUNT % 32, BYTES = 64 * COUNT;
+
+  static DEVICE const u8* row(const u8* rows, int i) { return rows + (i & 1) * LOW + (i >> 1) * HIGH; }
+
+  // target: shared address of the warp's bytes. Needs wait_for_copies.
+  static DEVICE void copy(const u8* rows, u32 target, int lane) {
+    const u8 *mine = rows + (lane & 3) * 16, *mine_left = rows + (lane & 3) * 8 + WHOLE * 64;
+#pragma unroll
+    for (int w = 0; w < WHOLE; w++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        copy16(target + (w * 4 + i) * 512 + lane * 16, row(mine, i) + w * 64);
+    if constexpr (LEFT > 0)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        copy8(target + WHOLE * 2048 + i * 256 + lane * 8, row(mine_left, i));
+  }
+
+  // acc += columns x hot values. hot: shared address of those of this lane's slot.
+  template <int TILES>
+  static DEVICE void multiply_copied(float (&acc)[2][TILES][4], u32 source, u32 hot, int lane) {
+#pragma unroll
+    for (int w = 0; w < WHOLE; w++) {
+      uint4 a[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[i] = load_shared4(source + (w * 4 + i) * 512 + lane * 16);
+      add_whole(acc, a, hot + (lane & 3) * 16 + w * 64);
+    }
+    if constexpr (LEFT > 0) {
+      uint2 a[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[i] = load_shared2<WHOLE * 2048>(source + i * 256 + lane * 8);
+      add_left(acc, a, hot + (lane & 3) * 8 + WHOLE * 64);
+    }
+  }
+
   uint4 whole[WHOLE ? WHOLE : 1][4];
   uint2 left[4];
 
@@ -34,42 +73,49 @@ struct ColumnPart {
 #pragma unroll
     for (int w = 0; w < WHOLE; w++)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        whole[w][i] = load_stream16(mine + (i & 1) * LOW + (i >> 1) * HIGH + w * 64);
+      for (int i = 0; i < 4; i++) whole[w][i] = load_stream16(row(mine, i) + w * 64);
     if constexpr (LEFT > 0) {
       keep_base(mine_left);
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        left[i] = load_stream8(mine_left + (i & 1) * LOW + (i >> 1) * HIGH);
+      for (int i = 0; i < 4; i++) left[i] = load_stream8(row(mine_left, i));
     }
   }
 
-  // acc += columns x hot values. hot: shared address of those of this lane's slot.
+  // As multiply_copied.
   template <int TILES>
   DEVICE void multiply(float (&acc)[2][TILES][4], u32 hot, int t) const {
 #pragma unroll
-    for (int w = 0; w < WHOLE; w++)
+    for (int w = 0; w < WHOLE; w++) add_whole(acc, whole[w], hot + t * 16 + w * 64);
+    if constexpr (LEFT > 0) add_left(acc, left, hot + t * 8 + WHOLE * 64);
+  }
+
+ private:
+  template <int TILES>
+  static DEVICE void add_whole(float (&acc)[2][TILES][4], const uint4 (&a)[4], u32 hot) {
 #pragma unroll
-      for (int n = 0; n < TILES; n++) {
-        const uint4 b = load_shared4(hot + t * 16 + w * 64 + n * GROUP);
+    for (int n = 0; n < TILES; n++) {
+      const uint4 b = load_shared4(hot + n * GROUP);
 #pragma unroll
-        for (int m = 0; m < 2; m++) {
-          const uint4 low = whole[w][2 * m], high = whole[w][2 * m + 1];
-          const u32 first[4] = {low.x, high.x, low.y, high.y};
-          const u32 second[4] = {low.z, high.z, low.w, high.w};
-          mma<BF16>(acc[m][n], first, b.x, b.y);
-          mma<BF16>(acc[m][n], second, b.z, b.w);
-        }
+      for (int m = 0; m < 2; m++) {
+        const uint4 low = a[2 * m], high = a[2 * m + 1];
+        const u32 first[4] = {low.x, high.x, low.y, high.y};
+        const u32 second[4] = {low.z, high.z, low.w, high.w};
+        mma<BF16>(acc[m][n], first, b.x, b.y);
+        mma<BF16>(acc[m][n], second, b.z, b.w);
       }
-    if constexpr (LEFT > 0)
+    }
+  }
+
+  template <int TILES>
+  static DEVICE void add_left(float (&acc)[2][TILES][4], const uint2 (&a)[4], u32 hot) {
 #pragma unroll
-      for (int n = 0; n < TILES; n++) {
-        const uint2 b = load_shared2<0>(hot + t * 8 + WHOLE * 64 + n * GROUP);
+    for (int n = 0; n < TILES; n++) {
+      const uint2 b = load_shared2<0>(hot + n * GROUP);
 #pragma unroll
-        for (int m = 0; m < 2; m++) {
-          const u32 a[4] = {left[2 * m].x, left[2 * m + 1].x, left[2 * m].y, left[2 * m + 1].y};
-          mma<BF16>(acc[m][n], a, b.x, b.y);
-        }
+      for (int m = 0; m < 2; m++) {
+        const u32 rows[4] = {a[2 * m].x, a[2 * m + 1].x, a[2 * m].y, a[2 * m + 1].y};
+        mma<BF16>(acc[m][n], rows, b.x, b.y);
       }
+    }
   }
 };

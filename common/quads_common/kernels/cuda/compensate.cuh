@@ -127,28 +127,17 @@ struct BlockPart {
     return FOLD ? cold | max(warm << 16, warm & 0xFFFF0000u) : cold;
   }
 
-  // Hot elements to what the operand has in their place.
-  DEVICE void fold_hot(const RowScale& row) const {
-    const float down = power_of_two(-row.shift), reciprocal = __frcp_rn(row.global);
-    u32 left = hot & (LANES == 1 ? 0xFFFFu : LANES == 2 ? 0x5555u : 0x1111u);
-#pragma unroll 1
-    for (; left; left &= left - 1) {
-      const int k = __ffs(left) - 1;
-      const u32 where = at + (k & 7) * PLANE + (k >> 3) * 2;
-      const float x = as_float(load_shared_half(where) << 16);
-      store_shared_half(where, pack_fp16(__fmul_rn(__fmul_rn(x, down), reciprocal), 0.0f));
-    }
-  }
-
-  // By all lanes of a warp; those that have `write` store.
+  // By all lanes of a warp; those that have `write` read and store.
   DEVICE void quantize(const RowScale& row, bool chosen, float alpha, bool write) const {
-    if (FOLD && write) fold_hot(row);
+    const float down = power_of_two(-row.shift);
+    const float reciprocal = FOLD ? __frcp_rn(row.global) : 0.0f;
+    auto fold = [&](float x) { return __fmul_rn(__fmul_rn(x, down), reciprocal); };
     u32 words[WORDS], folded[WORDS], largest = 0;
 #pragma unroll
     for (int i = 0; i < WORDS; i++) {
-      const u32 word = load_shared(at + i * STEP), halves = hot_halves(i);
+      const u32 word = write ? load_shared(at + i * STEP) : 0, halves = hot_halves(i);
       words[i] = word & ~halves;
-      folded[i] = FOLD ? word & halves : 0;
+      folded[i] = FOLD ? pack_fp16(fold(bf16_low(word)), fold(bf16_high(word))) & halves : 0;
       largest = larger_halves(largest, words[i] & 0x7FFF7FFFu);
     }
 #pragma unroll
@@ -179,7 +168,6 @@ struct BlockPart {
         total[k] = __fadd_rn(total[k], __fmul_rn(share, added));
       }
     }
-    const float down = power_of_two(-row.shift);
 #pragma unroll
     for (int i = 0; i < WORDS; i++) {
       float low = total[2 * i], high = total[2 * i + 1];

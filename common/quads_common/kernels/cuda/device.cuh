@@ -74,21 +74,24 @@ DEVICE void store_shared(u32 address, u32 value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-DEVICE u32 load_shared_half(u32 address) {
-  u16 v;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
-  return v;
-}
-
-DEVICE void store_shared_half(u32 address, u32 value) {
-  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"((u16)value) : "memory");
-}
-
 // 4 bytes, global to shared, behind the thread's back.
 DEVICE void copy_word(u32 target, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
 }
 
+// 16 or 8 bytes of what is read once; the 128 around them go to the L2 cache.
+DEVICE void copy16(u32 target, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source)
+               : "memory");
+}
+
+DEVICE void copy8(u32 target, const void* source) {
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8;" ::"r"(target), "l"(source)
+               : "memory");
+}
+
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void wait_for_committed_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Weights are read once: no place in the L1 cache.

@@ -46,6 +46,8 @@ DEVICE void both_halves(const MoeArguments& A) {
         ->fetch<WITH_RAC, WITH_SPLICE>(A.compensation, block.expert);
     Stage current;
     load_stage<false>(A, strip_offset<false>(block.expert, min(warp, UP_STRIPS - 1), lane), current);
+    if (warp < UP_STRIPS)
+      StripColumns<false>::start(A, is_early(block.rows), block.expert, warp, lane, x);
     if (b == blockIdx.x) wait_for_previous_kernel();
     if (tid == 0) barrier_expect(barrier, block.rows * X_FETCHED);
     fetch_rows<false>(A, block, slots, maxima, x, barrier);
@@ -57,12 +59,12 @@ DEVICE void both_halves(const MoeArguments& A) {
       for (int strip = warp; strip < UP_STRIPS; strip += WARPS) {
         const int next = min(strip + WARPS, UP_STRIPS - 1);
         const u32 row = x + (lane >> 2) * X_ROW;
-        StripColumns<false, TILES> columns;
-        columns.start(A, block.expert, strip, lane);
         multiply_strip<false, TILES, STAGES<false>>(
             A, acc, current, strip_offset<false>(block.expert, strip, lane),
             strip_offset<false>(block.expert, next, lane), row + (lane & 3) * 8);
-        columns.add(A, acc, slots, block.expert, strip, lane, row + X_BYTES);
+        StripColumns<false>::add(A, acc, slots, block.expert, strip, lane, x, row + X_BYTES);
+        if (strip + WARPS < UP_STRIPS)
+          StripColumns<false>::start(A, TILES <= EARLY_TILES, block.expert, strip + WARPS, lane, x);
         finish_up<TILES>(A, acc, slots, block.rows, strip, lane, [&](int slot, int at, u32 pair) {
           store_shared(products + slot * PRODUCT_ROW + at, pair);
         });
@@ -71,6 +73,8 @@ DEVICE void both_halves(const MoeArguments& A) {
     load_stage<true>(A, strip_offset<true>(block.expert, min(warp, DOWN_STRIPS - 1), lane), current);
     wait_for_copies();
     __syncthreads();
+    if (warp < DOWN_STRIPS)
+      StripColumns<true>::start(A, is_early(block.rows), block.expert, warp, lane, x);
 #ifdef INSPECT
     copy_rows(A.product, block, slots, products);
 #endif
@@ -86,12 +90,12 @@ DEVICE void both_halves(const MoeArguments& A) {
       for (int strip = warp; strip < DOWN_STRIPS; strip += WARPS) {
         const int next = min(strip + WARPS, DOWN_STRIPS - 1);
         const u32 row = products + (lane >> 2) * PRODUCT_ROW;
-        StripColumns<true, TILES> columns;
-        columns.start(A, block.expert, strip, lane);
         multiply_strip<true, TILES, STAGES<true>>(
             A, acc, current, strip_offset<true>(block.expert, strip, lane),
             strip_offset<true>(block.expert, next, lane), row + (lane & 3) * 8);
-        columns.add(A, acc, slots, block.expert, strip, lane, row + PRODUCT_BYTES);
+        StripColumns<true>::add(A, acc, slots, block.expert, strip, lane, x, row + PRODUCT_BYTES);
+        if (strip + WARPS < DOWN_STRIPS)
+          StripColumns<true>::start(A, TILES <= EARLY_TILES, block.expert, strip + WARPS, lane, x);
         finish_down<TILES>(A, acc, slots, block.rows, strip, lane);
       }
     });
@@ -113,13 +117,18 @@ struct Work {
 
   DEVICE bool two() const { return end > split; }
 
+  // Of the two blocks, the one of a strip; and which of its strips that is.
+  DEVICE int which(int strip) const { return strip >= split; }
+  template <bool DOWN>
+  DEVICE int own(int strip) const {
+    return strip - split + (which(strip) ? 0 : DOWN ? DOWN_STRIPS : UP_STRIPS);
+  }
+
   // First unit of a strip for this lane; of the last one for strips behind it.
   template <bool DOWN>
   DEVICE u32 offset(const Block (&block)[2], int strip, int lane) const {
     strip = min(strip, end - 1);
-    const int i = strip >= split;
-    const int own = strip - split + (i ? 0 : DOWN ? DOWN_STRIPS : UP_STRIPS);
-    return strip_offset<DOWN>(block[i].expert, own, lane);
+    return strip_offset<DOWN>(block[which(strip)].expert, own<DOWN>(strip), lane);
   }
 };
 
@@ -140,6 +149,7 @@ DEVICE void one_half(const MoeArguments& A) {
   __shared__ __align__(8) u64 barrier_memory;
   const int tid = threadIdx.x, warp = tid >> 5;
   int lane = tid & 31;
+  using ItsColumns = StripColumns<DOWN, SPLIT, FEW>;
   const int team = warp / SPLIT, part = warp % SPLIT;
   const u32 part_offset = part * SHARE * STAGE_UNITS;
   u32 x = shared_address(memory);
@@ -156,6 +166,11 @@ DEVICE void one_half(const MoeArguments& A) {
   } else {
     place_experts(A.routes, routing);
   }
+  auto start_columns = [&](int strip, bool early) {
+    if (strip >= work.end || team >= TEAMS) return;
+    const int expert = block[work.which(strip)].expert;
+    ItsColumns::start(A, early, expert, work.own<DOWN>(strip), lane, x, part);
+  };
   u32 phase = 0;
   for (bool started = false;; started = true) {
     keep_inside(x);
@@ -186,18 +201,22 @@ DEVICE void one_half(const MoeArguments& A) {
         work.end = work.split;
     }
     __syncthreads();
-    if (DOWN)
+    if (DOWN) {
       for (int i = 0; i <= work.two(); i++)
         lists_at(memory, A.rows * ROW)[i].fetch<WITH_RAC, WITH_SPLICE>(A.compensation, block[i].expert);
+      commit_copies();
+    }
     Stage current;
     load_stage<DOWN>(A, work.offset<DOWN>(block, work.begin + team, lane) + part_offset, current);
+    const int rows = work.two() ? max(block[0].rows, block[1].rows) : block[0].rows;
+    start_columns(work.begin + team, is_early(rows));
     if (!started) wait_for_previous_kernel();
     if (tid == 0)
       barrier_expect(barrier, (block[0].rows + (work.two() ? block[1].rows : 0)) * FETCHED);
     fetch_rows<DOWN>(A, block[0], slots[0], maxima[0], x, barrier);
     if (work.two())
       fetch_rows<DOWN>(A, block[1], slots[1], maxima[1], x + work.second_row * ROW, barrier);
-    wait_for_copies();
+    wait_for_committed_copies();  // of the lists, not of columns
     __syncthreads();
     barrier_wait(barrier, phase);
     phase ^= 1;
@@ -218,18 +237,16 @@ DEVICE void one_half(const MoeArguments& A) {
            strip += TEAMS) {
         float acc[2][TILES][4];
         const bool inside = !FEW || (strip < work.end && team < TEAMS);
-        const int i = inside && strip >= work.split;
-        const int own = strip - work.split + (i ? 0 : STRIPS);
+        const int i = inside && work.which(strip), own = work.own<DOWN>(strip);
         const int row = (i ? work.second_row : 0) + (lane >> 2);
-        StripColumns<DOWN, TILES, SPLIT> columns;
         const u32 hot = x + row * ROW + BYTES;
         if (inside) {
-          columns.start(A, block[i].expert, own, lane, part);
           multiply_strip<DOWN, TILES, SHARE>(
               A, acc, current, work.offset<DOWN>(block, strip, lane) + part_offset,
               work.offset<DOWN>(block, strip + TEAMS, lane) + part_offset,
               x + row * ROW + (lane & 3) * 8 + part * SHARE * 32);
-          columns.add(A, acc, slots[i], block[i].expert, own, lane, hot, part);
+          ItsColumns::add(A, acc, slots[i], block[i].expert, own, lane, x, hot, part);
+          start_columns(strip + TEAMS, TILES <= EARLY_TILES);
         }
         if constexpr (SPLIT > 1) sum_parts<SPLIT, TILES>(acc, inside, warp, lane);
         if (inside && part == 0) {
@@ -246,7 +263,7 @@ DEVICE void one_half(const MoeArguments& A) {
     if constexpr (FEW)
       run(Constant<1>());
     else
-      by_tiles(work.two() ? max(block[0].rows, block[1].rows) : block[0].rows, run);
+      by_tiles(rows, run);
   }
 }
 

@@ -167,19 +167,23 @@ constexpr int column_share(int columns, int parts) {
   return share * 16;
 }
 
-// The BF16 columns of a strip, or of one of SPLIT parts. Where registers allow, a lane loads its part
-// before the strip's main loop; else the strip's rows go to the L2 cache then.
-template <bool DOWN, int TILES, int SPLIT = 1>
+// The BF16 columns of a strip, or of one of SPLIT parts. For up to EARLY_TILES groups of 8 slots they
+// are copied to shared memory during the strip's main loop; registers cannot wait for them: a load to
+// registers that is under way at the loop is waited for together with the loop's first stage. For
+// more, and for those beyond COPIED, the strip's rows go to the L2 cache then.
+constexpr int EARLY_TILES = 2;
+DEVICE bool is_early(int rows) { return rows <= 8 * EARLY_TILES; }
+
+template <bool DOWN, int SPLIT = 1, bool FEW = false>
 struct StripColumns {
   static constexpr int ALL = DOWN ? COLUMNS2 : COLUMNS13, BYTES = 2 * ALL;
   static constexpr int COUNT = column_share(ALL, SPLIT);
-  static constexpr int FIRST = COUNT < 64 ? COUNT : 64, REST = COUNT - FIRST;
-  static constexpr bool EARLY = TILES <= 2;
+  static constexpr int COPIED = FEW ? COPIED_FEW : COPIED_COLUMNS;
+  static constexpr int FIRST = COUNT < COPIED ? COUNT : COPIED, REST = COUNT - FIRST;
   // See finish_up and finish_down.
   static constexpr int LOW = DOWN ? BYTES : 8 * BYTES, HIGH = DOWN ? 2 * BYTES : INNER * BYTES;
   template <int PART>
   using Part = ColumnPart<PART, LOW, HIGH, 8 * (DOWN ? PRODUCT_ROW : X_ROW)>;
-  Part<FIRST> first;
 
   // Of place `place` of a strip, up to 15.
   static DEVICE const u8* row(const MoeArguments& A, int expert, int strip, int place) {
@@ -187,11 +191,18 @@ struct StripColumns {
     return A.columns.w13 + (u64)(expert * 2 * INNER + strip * 16 + place) * BYTES;
   }
 
-  DEVICE void start(const MoeArguments& A, int expert, int strip, int lane, int part = 0) {
+  // Shared address of this warp's copies. x: that of all dynamic shared memory.
+  static DEVICE u32 copies(const MoeArguments& A, u32 x) {
+    return x + A.columns.buffer + (threadIdx.x >> 5) * Part<FIRST>::BYTES;
+  }
+
+  // Bring a strip's columns; what was copied before has been used. early: as `add` will have it.
+  static DEVICE void start(const MoeArguments& A, bool early, int expert, int strip, int lane, u32 x,
+                           int part = 0) {
     if constexpr (ALL > 0) {
-      if (EARLY && part * COUNT < ALL)
-        first.load(row(A, expert, strip, lane >> 2) + part * (2 * COUNT), lane & 3);
-      if ((!EARLY || REST > 0) && part == 0) {
+      if (early && part * COUNT < ALL)
+        Part<FIRST>::copy(row(A, expert, strip, lane >> 2) + part * (2 * COUNT), copies(A, x), lane);
+      if ((!early || REST > 0) && part == 0) {
         const u8* rows = row(A, expert, strip, 0);
         if (lane < (DOWN ? 1 : 2)) bulk_prefetch(rows + lane * HIGH, (DOWN ? 32 : 16) * BYTES);
       }
@@ -200,12 +211,12 @@ struct StripColumns {
 
   // acc, sums of a strip or of a part of it, to final units; += columns x hot values. hot: shared
   // address of those of this lane's slot.
-  DEVICE void add(const MoeArguments& A, float (&acc)[2][TILES][4], const Slots& slots, int expert,
-                  int strip, int lane, u32 hot, int part = 0) {
+  template <int TILES>
+  static DEVICE void add(const MoeArguments& A, float (&acc)[2][TILES][4], const Slots& slots,
+                         int expert, int strip, int lane, u32 x, u32 hot, int part = 0) {
     if constexpr (ALL > 0) {
       const int t = lane & 3;
       const u8* rows = row(A, expert, strip, lane >> 2) + part * (2 * COUNT);
-      if (!EARLY) first.load(rows, t);
 #pragma unroll
       for (int n = 0; n < TILES; n++)
 #pragma unroll
@@ -220,7 +231,14 @@ struct StripColumns {
         }
       if (part * COUNT >= ALL) return;
       hot += part * (2 * COUNT);
-      first.multiply(acc, hot, t);
+      if constexpr (TILES <= EARLY_TILES) {
+        wait_for_copies();
+        Part<FIRST>::multiply_copied(acc, copies(A, x), hot, lane);
+      } else {
+        Part<FIRST> first;
+        first.load(rows, t);
+        first.multiply(acc, hot, t);
+      }
       if constexpr (REST > 0) {
         Part<REST> rest;
         rest.load(rows + 2 * FIRST, t);
