@@ -121,8 +121,8 @@ def hopper_layers(shape: str) -> Callable[[str], Iterator[Check]]:
     return lambda device: check_hopper.layers(shape, (3, 40), ("uniform", "skipped", "none"))
 
 
-def hopper_compensated(device: str) -> Iterator[Check]:
-    yield from compare_hopper_compensated.hopper_layers(device, HOPPER, True)
+def hopper_compensated(case: str) -> Callable[[str], Iterator[Check]]:
+    return lambda device: compare_hopper_compensated.hopper_layers(device, HOPPER, True, (case,))
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,12 @@ def group(checks: Callable[[str], Iterator[Check]], *kernels: str) -> Group:
 # The longest first.
 GROUPS = {
     "hopper small": group(hopper_layers("small"), *hopper.KERNELS),
-    "hopper compensated": group(hopper_compensated, *hopper.KERNELS, "compensate_rows_kernel"),
+    **{
+        f"hopper {case}": group(
+            hopper_compensated(case), *hopper.KERNELS, "compensate_rows_kernel"
+        )
+        for case in ("columns", "columns rac", "rac", "splice", "splice rac")
+    },
     "hopper few strips": group(hopper_layers("few strips"), *hopper.KERNELS),
     "compensated linears": group(
         quick(compare_compensated.gemms, compare_compensated.plain_layers),

@@ -56,8 +56,7 @@ def test_what_kernels_with_columns_take(tmp_path, monkeypatch, shape, rac):
         assert int(shared) + of_rows <= ALL_SHARED, name
     sass = cuobjdump(cubin, "-sass")
     assert set(re.findall(r"HMMA[.\w]*", sass)) == {"HMMA.16816.F32", "HMMA.16816.F32.BF16"}
-    assert "LDGSTS.E.BYPASS.LTC128B.128" in sass  # columns to shared memory
-    assert "UBLKPF" in sass  # and to the L2 cache, in blocks of many slots
+    assert "LDG.E.NA.LTC256B.128.CONSTANT" in sass  # columns
 
 
 @pytest.mark.parametrize("count", [16, 32, 48, 64])
@@ -77,7 +76,7 @@ def test_sum_over_columns(tmp_path, count):
         torch.randint(-8, 9, (rows, count), generator=generator).bfloat16() for rows in (32, 16)
     )
     shared = torch.nn.functional.pad(hot, (0, 16), value=torch.nan).flatten()
-    shared = torch.cat((shared, torch.full((32 * count,), torch.nan, dtype=torch.bfloat16)))
+    shared = torch.cat((shared, columns.flatten()))
     run = ctypes.CDLL(f"{tmp_path}/columns.so")
     for copied in (False, True):
         y = torch.full((32, 16), torch.nan)
@@ -101,18 +100,18 @@ def test_rows_with_columns_fit_in_shared_memory(tokens, hidden, inner, columns):
     for launch in launches(plan.form, plan.rows, hidden, inner, columns):
         assert plan.rows <= launch.rows
         assert launch.shared <= free
-        # Rows, then lists, as the kernels address them; the copies lie in none that has a use then.
+        # Rows, then lists, as the kernels address them, then copies.
         fused, gemm1 = plan.form == "fused", "up" in launch.kernel
-        row = up if fused or gemm1 else down
-        rows_end = launch.rows * (up + down if fused else row)
-        end = rows_end + (0 if gemm1 else 2 * 5 * inner // 16)
-        copied = [min(c, 32 if plan.form == "few" else 64) for c in columns]
-        copies = 16 * 32 * 2 * (max(copied) if fused else copied[not gemm1])
-        blocks = min(launch.rows, 16 if fused or plan.form == "few" else 32)
+        row = up + down if fused else up if gemm1 else down
+        lists = 0 if gemm1 else 2 * 5 * inner // 16
+        assert launch.buffer == launch.rows * row + lists
         assert launch.buffer % 16 == 0
-        if launch.buffer < end:
-            assert blocks * row <= launch.buffer <= launch.rows * row - copies
-        assert launch.buffer + copies <= launch.shared
+        copies = 0
+        if plan.form == "few":
+            stages, count = (hidden, columns[0]) if gemm1 else (inner, columns[1])
+            sharing = max(p for p in (1, 2, 3, 4) if stages // 128 % p == 0)
+            copies = (16 // sharing) * 32 * 2 * count * (sharing > 1)
+        assert launch.shared == launch.buffer + copies
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,6 @@ from quads_common.kernels.cuda.nvrtc import Kernel, compile_cubin, load_kernels
 from quads_common.kernels.hopper_columns import NO_COLUMNS, Counts, HotColumns, why_not_columns
 from quads_common.kernels.hopper_memory import (
     ALL_SHARED,
-    COPIED_COLUMNS,
-    COPIED_FEW,
     FEW_ROWS,
     few_capacity,
     fused_capacity,
@@ -402,6 +400,5 @@ def moe_defines(
     defines |= {"HIDDEN": str(hidden), "INNER": str(inner)} | CONSTANTS
     defines |= {"WITH_RAC": str(int(rac)), "WITH_SPLICE": str(int(splice))}
     defines |= {"COLUMNS13": str(columns[0]), "COLUMNS2": str(columns[1])}
-    defines |= {"COPIED_COLUMNS": str(COPIED_COLUMNS), "COPIED_FEW": str(COPIED_FEW)}
     defines["ARGUMENT_BYTES"] = str(ctypes.sizeof(_MoeArguments))
     return defines | {"INSPECT": "1"} if inspect else defines

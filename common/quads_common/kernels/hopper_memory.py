@@ -1,8 +1,6 @@
 """Shared memory of the kernels of ``cuda/moe.cu``: rows, lists, and copies of BF16 columns.
 
-In this order, but for the copies: they lie behind the rows that blocks of up to two groups of 8
-slots have, where the rest of the rows' memory is large enough for them, and else behind the lists.
-Larger blocks make no copies.
+In this order. Copies are made where several warps share a strip, in the "few" kernels.
 """
 
 from collections.abc import Iterator
@@ -12,8 +10,6 @@ from quads_common.kernels.hopper_columns import NO_COLUMNS, Counts
 
 __all__ = [
     "ALL_SHARED",
-    "COPIED_COLUMNS",
-    "COPIED_FEW",
     "FEW_ROWS",
     "FEW_SHARED",
     "SHARED",
@@ -31,9 +27,7 @@ ALL_SHARED, SHARED = 227 * 1024, 208 * 1024
 FEW_SHARED = SHARED - 16 * 1024
 # Rows of a block of the "few" kernels.
 FEW_ROWS = 8
-# Of strips.cuh: rows of a block that makes copies, at most, and columns that are copied; warps, and
-# rows of a strip.
-EARLY_ROWS, COPIED_COLUMNS, COPIED_FEW = 16, 64, 32
+# Of routes.cuh and strips.cuh: warps of a thread block, rows of a strip.
 WARPS, STRIP = 16, 32
 
 
@@ -58,32 +52,23 @@ def _list_bytes(inner: int) -> int:
     return 2 * (inner // 16) * 5
 
 
-def _copy_bytes(count: int, copied: int) -> int:
-    """Of all warps' copies of a strip's columns."""
-    return WARPS * STRIP * 2 * min(count, copied)
-
-
-def _place(kernel: str, rows: int, used: int, row: int, others: int, copies: int) -> Launch:
-    """used: rows of blocks that make copies; row: bytes of one; others: all bytes but the rows'."""
-    used, end = min(used, rows), rows * row + others
-    if (rows - used) * row >= copies:
-        return Launch(kernel, rows, used * row, end)
-    return Launch(kernel, rows, end, end + copies)
+def _copy_bytes(width: int, count: int) -> int:
+    """Of the copies of ``count`` columns, for all strips that a "few" kernel has at a time."""
+    sharing = next(parts for parts in (4, 3, 2, 1) if width // 128 % parts == 0)  # PARTS of moe.cu
+    return WARPS // sharing * STRIP * 2 * count if sharing > 1 else 0
 
 
 def _fused(rows: int, hidden: int, inner: int, columns: Counts) -> Launch:
-    up, down = row_bytes(hidden, inner, columns)
-    copies = max(_copy_bytes(count, COPIED_COLUMNS) for count in columns)
-    return _place("moe_both", rows, EARLY_ROWS, up, rows * down + _list_bytes(inner), copies)
+    end = rows * sum(row_bytes(hidden, inner, columns)) + _list_bytes(inner)
+    return Launch("moe_both", rows, end, end)
 
 
 def _half(kernel: str, rows: int, hidden: int, inner: int, columns: Counts) -> Launch:
     """Of a kernel of one GEMM, which holds the rows of two blocks."""
-    down, few = int("down" in kernel), "few" in kernel
-    row, copied = row_bytes(hidden, inner, columns)[down], COPIED_FEW if few else COPIED_COLUMNS
-    used = 2 * (FEW_ROWS if few else EARLY_ROWS)
-    copies = _copy_bytes(columns[down], copied)
-    return _place(kernel, rows, used, row, _list_bytes(inner) if down else 0, copies)
+    down = int("down" in kernel)
+    end = rows * row_bytes(hidden, inner, columns)[down] + (_list_bytes(inner) if down else 0)
+    copies = _copy_bytes((hidden, inner)[down], columns[down]) if "few" in kernel else 0
+    return Launch(kernel, rows, end, end + copies)
 
 
 def fused_capacity(hidden: int, inner: int, columns: Counts = NO_COLUMNS) -> int:

@@ -19,11 +19,9 @@ static thread_local int this_lane;
 
 template <typename T>
 static T read(const u8* at) { T v; memcpy(&v, at, sizeof v); return v; }
-DEVICE uint4 load_stream16(const u8* p) { return read<uint4>(p); }
+DEVICE uint4 load_stream16_ahead(const u8* p) { return read<uint4>(p); }
 DEVICE uint2 load_stream8(const u8* p) { return read<uint2>(p); }
 DEVICE void keep_base(const u8*&) {}
-DEVICE void copy16(u32 to, const u8* from) { memcpy(memory + to, from, 16); }
-DEVICE void copy8(u32 to, const u8* from) { memcpy(memory + to, from, 8); }
 DEVICE uint4 load_shared4(u32 at) { return read<uint4>(memory + at); }
 template <int OFFSET>
 DEVICE uint2 load_shared2(u32 at) { return read<uint2>(memory + at + OFFSET); }
@@ -54,8 +52,8 @@ DEVICE void mma(float* d, const u32* a, u32 b0, u32 b1) {
 
 constexpr int BYTES = 2 * COLUMN_COUNT, ROW = BYTES + 32;
 
-// columns: bfloat16 [32, COLUMN_COUNT]. hot: shared memory, bfloat16 [16, ROW / 2], and behind it, if
-// `copied`, room for a warp's columns. y: [32, 16], the sums of all places of a strip.
+// columns: bfloat16 [32, COLUMN_COUNT]. hot: shared memory, bfloat16 [16, ROW / 2], and behind it the
+// columns, which are taken from there if `copied`. y: [32, 16], the sums of all places of a strip.
 extern "C" void multiply(const u8* columns, u8* hot, float* y, int copied) {
   memory = hot;
   std::barrier<> barrier(32);
@@ -65,15 +63,13 @@ extern "C" void multiply(const u8* columns, u8* hot, float* y, int copied) {
     lanes.emplace_back([=] {
       this_lane = lane;
       const int g = lane >> 2, t = lane & 3;
-      const u8* rows = columns + g * BYTES;
       float acc[2][2][4] = {};
       using Part = ColumnPart<COLUMN_COUNT, 8 * BYTES, 16 * BYTES, 8 * ROW>;
       if (copied) {
-        Part::copy(rows, 16 * ROW, lane);
-        Part::multiply_copied(acc, 16 * ROW, g * ROW, lane);
+        Part::multiply_copied(acc, 16 * ROW + g * BYTES, g * ROW, t);
       } else {
         Part part;
-        part.load(rows, t);
+        part.load(columns + g * BYTES, t);
         part.multiply(acc, g * ROW, t);
       }
       for (int m = 0; m < 2; m++)

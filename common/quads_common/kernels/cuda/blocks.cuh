@@ -25,8 +25,6 @@ DEVICE void fetch_rows(const MoeArguments& A, const Block& block, Slots& slots, 
     slots.down_factor[tid] = A.w2_global[block.expert];  // times the row's scale, if quantized
     slots.router[tid] = A.router ? A.router[slot] : 1.0f;
   }
-  if (COLUMNS2 > 0 && tid < COLUMNS2)
-    slots.channels[tid] = A.columns.channels[block.expert * A.columns.channels_stride + tid];
 }
 
 #ifdef INSPECT
@@ -56,6 +54,15 @@ DEVICE void stage_products(const MoeArguments& A, const Block& block, const Slot
 
 using ProductLists = Lists<INNER / 16>;
 
+// Start the copies of what an expert has for GEMM2's input, by all threads.
+DEVICE void fetch_lists(const MoeArguments& A, int expert, ProductLists* lists, Slots& slots) {
+  lists->fetch<WITH_RAC, WITH_SPLICE>(A.compensation, expert);
+  const int i = THREADS - 1 - threadIdx.x;
+  if (i < COLUMNS2)
+    copy_word(shared_address(slots.channels + i),
+              A.columns.channels + expert * A.columns.channels_stride + i);
+}
+
 // The lists behind `rows` bytes of rows; the address is computed anew each time.
 DEVICE ProductLists* lists_at(u8* memory, int rows) {
   keep_inside(rows);
@@ -66,7 +73,7 @@ DEVICE ProductLists* lists_at(u8* memory, int rows) {
 DEVICE void gather_hot(const Block& block, const Slots& slots, u32 products, int warp, int lane) {
   if (COLUMNS2 > 0) {
 #pragma unroll 1
-    for (int row = warp; row < block.rows; row += WARPS) {
+    for (int row = WARPS - 1 - warp; row < block.rows; row += WARPS) {  // the first quantize
       const u32 at = products + row * PRODUCT_ROW;
       gather_row<COLUMNS2, PRODUCT_PLANE>(at, at + PRODUCT_BYTES, slots.channels, lane);
     }

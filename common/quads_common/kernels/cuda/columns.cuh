@@ -23,44 +23,28 @@ constexpr int row_end(int columns) { return 2 * columns + (columns % 32 == 0 ? 3
 //
 // Row i begins (i & 1) * LOW + (i >> 1) * HIGH bytes behind the first. In shared memory the hot values
 // of 8 slots further are GROUP bytes behind.
-//
-// A lane's columns come straight to registers (`load`), or are copied to BYTES of shared memory that
-// its warp has for that, while it does something else; each lane reads what it copied.
 template <int COUNT, int LOW, int HIGH, int GROUP>
 struct ColumnPart {
-  static constexpr int WHOLE = COUNT / 32, LEFT = COUNT % 32, BYTES = 64 * COUNT;
+  static constexpr int WHOLE = COUNT / 32, LEFT = COUNT % 32;
 
-  static DEVICE const u8* row(const u8* rows, int i) { return rows + (i & 1) * LOW + (i >> 1) * HIGH; }
+  static DEVICE u32 offset(int i) { return (i & 1) * LOW + (i >> 1) * HIGH; }
 
-  // target: shared address of the warp's bytes. Needs wait_for_copies.
-  static DEVICE void copy(const u8* rows, u32 target, int lane) {
-    const u8 *mine = rows + (lane & 3) * 16, *mine_left = rows + (lane & 3) * 8 + WHOLE * 64;
-#pragma unroll
-    for (int w = 0; w < WHOLE; w++)
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        copy16(target + (w * 4 + i) * 512 + lane * 16, row(mine, i) + w * 64);
-    if constexpr (LEFT > 0)
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        copy8(target + WHOLE * 2048 + i * 256 + lane * 8, row(mine_left, i));
-  }
-
-  // acc += columns x hot values. hot: shared address of those of this lane's slot.
+  // acc += columns in shared memory x hot values. rows: shared address of the lane's first row, hot:
+  // that of the values of its slot.
   template <int TILES>
-  static DEVICE void multiply_copied(float (&acc)[2][TILES][4], u32 source, u32 hot, int lane) {
+  static DEVICE void multiply_copied(float (&acc)[2][TILES][4], u32 rows, u32 hot, int t) {
 #pragma unroll
     for (int w = 0; w < WHOLE; w++) {
       uint4 a[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) a[i] = load_shared4(source + (w * 4 + i) * 512 + lane * 16);
-      add_whole(acc, a, hot + (lane & 3) * 16 + w * 64);
+      for (int i = 0; i < 4; i++) a[i] = load_shared4(rows + offset(i) + t * 16 + w * 64);
+      add_whole(acc, a, hot + t * 16 + w * 64);
     }
     if constexpr (LEFT > 0) {
       uint2 a[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) a[i] = load_shared2<WHOLE * 2048>(source + i * 256 + lane * 8);
-      add_left(acc, a, hot + (lane & 3) * 8 + WHOLE * 64);
+      for (int i = 0; i < 4; i++) a[i] = load_shared2<WHOLE * 64>(rows + offset(i) + t * 8);
+      add_left(acc, a, hot + t * 8 + WHOLE * 64);
     }
   }
 
@@ -73,15 +57,15 @@ struct ColumnPart {
 #pragma unroll
     for (int w = 0; w < WHOLE; w++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) whole[w][i] = load_stream16(row(mine, i) + w * 64);
+      for (int i = 0; i < 4; i++) whole[w][i] = load_stream16_ahead(mine + offset(i) + w * 64);
     if constexpr (LEFT > 0) {
       keep_base(mine_left);
 #pragma unroll
-      for (int i = 0; i < 4; i++) left[i] = load_stream8(row(mine_left, i));
+      for (int i = 0; i < 4; i++) left[i] = load_stream8(mine_left + offset(i));
     }
   }
 
-  // As multiply_copied.
+  // As multiply_copied, after load.
   template <int TILES>
   DEVICE void multiply(float (&acc)[2][TILES][4], u32 hot, int t) const {
 #pragma unroll

@@ -39,11 +39,6 @@ DEVICE void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier) {
       : "memory");
 }
 
-// Global memory to the L2 cache; the address and the size are multiples of 16.
-DEVICE void bulk_prefetch(const void* source, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-}
-
 // Shared memory that ordinary stores wrote and the copy engine writes next, or the other way round.
 DEVICE void fence_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -79,25 +74,21 @@ DEVICE void copy_word(u32 target, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
 }
 
-// 16 or 8 bytes of what is read once; the 128 around them go to the L2 cache.
-DEVICE void copy16(u32 target, const void* source) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source)
-               : "memory");
-}
-
-DEVICE void copy8(u32 target, const void* source) {
-  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8;" ::"r"(target), "l"(source)
-               : "memory");
-}
-
-DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-DEVICE void wait_for_committed_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Weights are read once: no place in the L1 cache.
 DEVICE uint4 load_stream16(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+// The 256 bytes around them go to the L2 cache.
+DEVICE uint4 load_stream16_ahead(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p));
   return v;

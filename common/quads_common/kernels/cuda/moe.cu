@@ -42,12 +42,9 @@ DEVICE void both_halves(const MoeArguments& A) {
     if (b >= routing.blocks) return;
     gather_block(A.routes, b, routing, block);
     if (tid == 0) next_block = b + gridDim.x;  // all have read it
-    lists_at(memory, A.rows * (X_ROW + PRODUCT_ROW))
-        ->fetch<WITH_RAC, WITH_SPLICE>(A.compensation, block.expert);
+    fetch_lists(A, block.expert, lists_at(memory, A.rows * (X_ROW + PRODUCT_ROW)), slots);
     Stage current;
     load_stage<false>(A, strip_offset<false>(block.expert, min(warp, UP_STRIPS - 1), lane), current);
-    if (warp < UP_STRIPS)
-      StripColumns<false>::start(A, is_early(block.rows), block.expert, warp, lane, x);
     if (b == blockIdx.x) wait_for_previous_kernel();
     if (tid == 0) barrier_expect(barrier, block.rows * X_FETCHED);
     fetch_rows<false>(A, block, slots, maxima, x, barrier);
@@ -62,9 +59,7 @@ DEVICE void both_halves(const MoeArguments& A) {
         multiply_strip<false, TILES, STAGES<false>>(
             A, acc, current, strip_offset<false>(block.expert, strip, lane),
             strip_offset<false>(block.expert, next, lane), row + (lane & 3) * 8);
-        StripColumns<false>::add(A, acc, slots, block.expert, strip, lane, x, row + X_BYTES);
-        if (strip + WARPS < UP_STRIPS)
-          StripColumns<false>::start(A, TILES <= EARLY_TILES, block.expert, strip + WARPS, lane, x);
+        StripColumns<false>::add(A, acc, slots, block.expert, strip, lane, row + X_BYTES);
         finish_up<TILES>(A, acc, slots, block.rows, strip, lane, [&](int slot, int at, u32 pair) {
           store_shared(products + slot * PRODUCT_ROW + at, pair);
         });
@@ -73,8 +68,6 @@ DEVICE void both_halves(const MoeArguments& A) {
     load_stage<true>(A, strip_offset<true>(block.expert, min(warp, DOWN_STRIPS - 1), lane), current);
     wait_for_copies();
     __syncthreads();
-    if (warp < DOWN_STRIPS)
-      StripColumns<true>::start(A, is_early(block.rows), block.expert, warp, lane, x);
 #ifdef INSPECT
     copy_rows(A.product, block, slots, products);
 #endif
@@ -93,9 +86,7 @@ DEVICE void both_halves(const MoeArguments& A) {
         multiply_strip<true, TILES, STAGES<true>>(
             A, acc, current, strip_offset<true>(block.expert, strip, lane),
             strip_offset<true>(block.expert, next, lane), row + (lane & 3) * 8);
-        StripColumns<true>::add(A, acc, slots, block.expert, strip, lane, x, row + PRODUCT_BYTES);
-        if (strip + WARPS < DOWN_STRIPS)
-          StripColumns<true>::start(A, TILES <= EARLY_TILES, block.expert, strip + WARPS, lane, x);
+        StripColumns<true>::add(A, acc, slots, block.expert, strip, lane, row + PRODUCT_BYTES);
         finish_down<TILES>(A, acc, slots, block.rows, strip, lane);
       }
     });
@@ -146,15 +137,18 @@ DEVICE void one_half(const MoeArguments& A) {
   __shared__ Slots slots[2];
   __shared__ Maxima maxima[2];
   __shared__ Work work;
-  __shared__ __align__(8) u64 barrier_memory;
+  __shared__ __align__(8) u64 barrier_memory, column_barriers[TEAMS + 1];
   const int tid = threadIdx.x, warp = tid >> 5;
   int lane = tid & 31;
-  using ItsColumns = StripColumns<DOWN, SPLIT, FEW>;
+  using ItsColumns = StripColumns<DOWN, SPLIT>;
   const int team = warp / SPLIT, part = warp % SPLIT;
   const u32 part_offset = part * SHARE * STAGE_UNITS;
   u32 x = shared_address(memory);
   const u32 barrier = shared_address(&barrier_memory);
+  const u32 its_columns = shared_address(column_barriers + team);
   if (tid == 0) barrier_init(barrier, 1);
+  if (ItsColumns::COPIES && part == 0 && lane == 0) barrier_init(its_columns, 1);
+  u32 columns_phase = 0;
   let_next_kernel_start();
   // The routes are older than the kernel in front.
   const bool few = FEW && A.routes.slots <= 32;
@@ -166,10 +160,10 @@ DEVICE void one_half(const MoeArguments& A) {
   } else {
     place_experts(A.routes, routing);
   }
-  auto start_columns = [&](int strip, bool early) {
-    if (strip >= work.end || team >= TEAMS) return;
+  auto copy_columns = [&](int strip) {
+    if (!ItsColumns::COPIES || strip >= work.end || team >= TEAMS || part > 0) return;
     const int expert = block[work.which(strip)].expert;
-    ItsColumns::start(A, early, expert, work.own<DOWN>(strip), lane, x, part);
+    ItsColumns::copy(A, expert, work.own<DOWN>(strip), lane, x, its_columns);
   };
   u32 phase = 0;
   for (bool started = false;; started = true) {
@@ -201,22 +195,19 @@ DEVICE void one_half(const MoeArguments& A) {
         work.end = work.split;
     }
     __syncthreads();
-    if (DOWN) {
+    if (DOWN)
       for (int i = 0; i <= work.two(); i++)
-        lists_at(memory, A.rows * ROW)[i].fetch<WITH_RAC, WITH_SPLICE>(A.compensation, block[i].expert);
-      commit_copies();
-    }
+        fetch_lists(A, block[i].expert, lists_at(memory, A.rows * ROW) + i, slots[i]);
     Stage current;
     load_stage<DOWN>(A, work.offset<DOWN>(block, work.begin + team, lane) + part_offset, current);
-    const int rows = work.two() ? max(block[0].rows, block[1].rows) : block[0].rows;
-    start_columns(work.begin + team, is_early(rows));
+    copy_columns(work.begin + team);
     if (!started) wait_for_previous_kernel();
     if (tid == 0)
       barrier_expect(barrier, (block[0].rows + (work.two() ? block[1].rows : 0)) * FETCHED);
     fetch_rows<DOWN>(A, block[0], slots[0], maxima[0], x, barrier);
     if (work.two())
       fetch_rows<DOWN>(A, block[1], slots[1], maxima[1], x + work.second_row * ROW, barrier);
-    wait_for_committed_copies();  // of the lists, not of columns
+    wait_for_copies();
     __syncthreads();
     barrier_wait(barrier, phase);
     phase ^= 1;
@@ -245,10 +236,11 @@ DEVICE void one_half(const MoeArguments& A) {
               A, acc, current, work.offset<DOWN>(block, strip, lane) + part_offset,
               work.offset<DOWN>(block, strip + TEAMS, lane) + part_offset,
               x + row * ROW + (lane & 3) * 8 + part * SHARE * 32);
-          ItsColumns::add(A, acc, slots[i], block[i].expert, own, lane, x, hot, part);
-          start_columns(strip + TEAMS, TILES <= EARLY_TILES);
+          ItsColumns::add(A, acc, slots[i], block[i].expert, own, lane, x, hot, its_columns,
+                          columns_phase, part);
         }
         if constexpr (SPLIT > 1) sum_parts<SPLIT, TILES>(acc, inside, warp, lane);
+        copy_columns(strip + TEAMS);
         if (inside && part == 0) {
           if constexpr (DOWN)
             finish_down<TILES>(A, acc, slots[i], block[i].rows, own, lane);
@@ -263,7 +255,7 @@ DEVICE void one_half(const MoeArguments& A) {
     if constexpr (FEW)
       run(Constant<1>());
     else
-      by_tiles(rows, run);
+      by_tiles(work.two() ? max(block[0].rows, block[1].rows) : block[0].rows, run);
   }
 }
 

@@ -167,84 +167,95 @@ constexpr int column_share(int columns, int parts) {
   return share * 16;
 }
 
-// The BF16 columns of a strip, or of one of SPLIT parts. For up to EARLY_TILES groups of 8 slots they
-// are copied to shared memory during the strip's main loop; registers cannot wait for them: a load to
-// registers that is under way at the loop is waited for together with the loop's first stage. For
-// more, and for those beyond COPIED, the strip's rows go to the L2 cache then.
-constexpr int EARLY_TILES = 2;
-DEVICE bool is_early(int rows) { return rows <= 8 * EARLY_TILES; }
-
-template <bool DOWN, int SPLIT = 1, bool FEW = false>
+// The BF16 columns of a strip, of which each of SPLIT warps that share its K multiplies a part.
+//
+// Warps that share strips have few stages each, so the copy engine brings the columns to shared memory
+// during the main loop. (Registers cannot wait for them: a load to registers that is under way at the
+// loop is waited for together with the loop's first stage.) A warp that has a strip for itself loads
+// them behind the loop; its neighbours keep the memory busy.
+template <bool DOWN, int SPLIT = 1>
 struct StripColumns {
   static constexpr int ALL = DOWN ? COLUMNS2 : COLUMNS13, BYTES = 2 * ALL;
   static constexpr int COUNT = column_share(ALL, SPLIT);
-  static constexpr int COPIED = FEW ? COPIED_FEW : COPIED_COLUMNS;
-  static constexpr int FIRST = COUNT < COPIED ? COUNT : COPIED, REST = COUNT - FIRST;
-  // See finish_up and finish_down.
-  static constexpr int LOW = DOWN ? BYTES : 8 * BYTES, HIGH = DOWN ? 2 * BYTES : INNER * BYTES;
-  template <int PART>
-  using Part = ColumnPart<PART, LOW, HIGH, 8 * (DOWN ? PRODUCT_ROW : X_ROW)>;
+  static constexpr bool COPIES = ALL > 0 && SPLIT > 1;
+  // Of a lane's rows in memory, see finish_up and finish_down. In shared memory both halves of a strip
+  // of gate and up lie together.
+  static constexpr int LOW = DOWN ? BYTES : 8 * BYTES, FIRST = DOWN ? 4 * BYTES : BYTES;
+  static constexpr int HIGH = DOWN ? 2 * BYTES : INNER * BYTES, NEAR = DOWN ? 2 * BYTES : 16 * BYTES;
+  static constexpr int GROUP = 8 * (DOWN ? PRODUCT_ROW : X_ROW);
+  // Of a strip, in pieces that lie together in memory.
+  static constexpr int STRIP_BYTES = 32 * BYTES, PIECES = DOWN ? 1 : 2, PIECE = STRIP_BYTES / PIECES;
 
-  // Of place `place` of a strip, up to 15.
-  static DEVICE const u8* row(const MoeArguments& A, int expert, int strip, int place) {
-    if (DOWN) return A.columns.w2 + (u64)(expert * HIDDEN + strip * 32 + place * 4) * BYTES;
-    return A.columns.w13 + (u64)(expert * 2 * INNER + strip * 16 + place) * BYTES;
+  // Of the first place of a strip.
+  static DEVICE const u8* rows(const MoeArguments& A, int expert, int strip) {
+    if (DOWN) return A.columns.w2 + (u64)(expert * HIDDEN + strip * 32) * BYTES;
+    return A.columns.w13 + (u64)(expert * 2 * INNER + strip * 16) * BYTES;
   }
 
-  // Shared address of this warp's copies. x: that of all dynamic shared memory.
+  // Shared address of the copies of this warp's strip. x: that of all dynamic shared memory.
   static DEVICE u32 copies(const MoeArguments& A, u32 x) {
-    return x + A.columns.buffer + (threadIdx.x >> 5) * Part<FIRST>::BYTES;
+    return x + A.columns.buffer + (threadIdx.x >> 5) / SPLIT * STRIP_BYTES;
   }
 
-  // Bring a strip's columns; what was copied before has been used. early: as `add` will have it.
-  static DEVICE void start(const MoeArguments& A, bool early, int expert, int strip, int lane, u32 x,
-                           int part = 0) {
-    if constexpr (ALL > 0) {
-      if (early && part * COUNT < ALL)
-        Part<FIRST>::copy(row(A, expert, strip, lane >> 2) + part * (2 * COUNT), copies(A, x), lane);
-      if ((!early || REST > 0) && part == 0) {
-        const u8* rows = row(A, expert, strip, 0);
-        if (lane < (DOWN ? 1 : 2)) bulk_prefetch(rows + lane * HIGH, (DOWN ? 32 : 16) * BYTES);
-      }
-    }
+  // Copy a strip's columns, by one of the warps that share it; all have used what was copied before.
+  static DEVICE void copy(const MoeArguments& A, int expert, int strip, int lane, u32 x, u32 barrier) {
+    if (lane == 0) barrier_expect(barrier, STRIP_BYTES);
+    if (lane < PIECES)
+      bulk_copy(copies(A, x) + lane * PIECE, rows(A, expert, strip) + lane * HIGH, PIECE, barrier);
   }
 
   // acc, sums of a strip or of a part of it, to final units; += columns x hot values. hot: shared
-  // address of those of this lane's slot.
+  // address of those of this lane's slot. phase: of the barrier, which changes.
   template <int TILES>
   static DEVICE void add(const MoeArguments& A, float (&acc)[2][TILES][4], const Slots& slots,
-                         int expert, int strip, int lane, u32 x, u32 hot, int part = 0) {
+                         int expert, int strip, int lane, u32 x, u32 hot, u32 barrier, u32& phase,
+                         int part) {
+    if constexpr (COPIES) {
+      to_units(acc, slots, lane);
+      barrier_wait(barrier, phase);
+      phase ^= 1;
+      if (part * COUNT < ALL)
+        ColumnPart<COUNT, LOW, NEAR, GROUP>::multiply_copied(
+            acc, copies(A, x) + (lane >> 2) * FIRST + part * (2 * COUNT), hot + part * (2 * COUNT),
+            lane & 3);
+    } else {
+      add(A, acc, slots, expert, strip, lane, hot);
+    }
+  }
+
+  template <int TILES>
+  static DEVICE void add(const MoeArguments& A, float (&acc)[2][TILES][4], const Slots& slots,
+                         int expert, int strip, int lane, u32 hot) {
     if constexpr (ALL > 0) {
-      const int t = lane & 3;
-      const u8* rows = row(A, expert, strip, lane >> 2) + part * (2 * COUNT);
-#pragma unroll
-      for (int n = 0; n < TILES; n++)
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-          const int slot = n * 8 + 2 * t + c;
-          const float factor = DOWN ? slots.down_factor[slot] : slots.gate_up_factor[slot];
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            float& sum = acc[i >> 1][n][2 * (i & 1) + c];
-            sum = in_units<false>(sum, factor);
-          }
-        }
-      if (part * COUNT >= ALL) return;
-      hot += part * (2 * COUNT);
-      if constexpr (TILES <= EARLY_TILES) {
-        wait_for_copies();
-        Part<FIRST>::multiply_copied(acc, copies(A, x), hot, lane);
-      } else {
-        Part<FIRST> first;
-        first.load(rows, t);
-        first.multiply(acc, hot, t);
-      }
+      constexpr int BEGIN = COUNT < 64 ? COUNT : 64, REST = COUNT - BEGIN;
+      const u8* mine = rows(A, expert, strip) + (lane >> 2) * FIRST;
+      ColumnPart<BEGIN, LOW, HIGH, GROUP> begin;
+      begin.load(mine, lane & 3);
+      to_units(acc, slots, lane);
+      begin.multiply(acc, hot, lane & 3);
       if constexpr (REST > 0) {
-        Part<REST> rest;
-        rest.load(rows + 2 * FIRST, t);
-        rest.multiply(acc, hot + 2 * FIRST, t);
+        ColumnPart<REST, LOW, HIGH, GROUP> rest;
+        rest.load(mine + 2 * BEGIN, lane & 3);
+        rest.multiply(acc, hot + 2 * BEGIN, lane & 3);
       }
     }
+  }
+
+ private:
+  template <int TILES>
+  static DEVICE void to_units(float (&acc)[2][TILES][4], const Slots& slots, int lane) {
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        const int slot = n * 8 + 2 * (lane & 3) + c;
+        const float factor = DOWN ? slots.down_factor[slot] : slots.gate_up_factor[slot];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          float& sum = acc[i >> 1][n][2 * (i & 1) + c];
+          sum = in_units<false>(sum, factor);
+        }
+      }
   }
 };
 
