@@ -1,6 +1,7 @@
 """SGLang on a GPU: CUDA graphs, weight updates after capture, release and resume, memory.
 
-    python tests/gpu/check_sglang.py OUT_FOLDER [--only graphs "eager first" "eager second"]
+    python tests/gpu/check_sglang.py OUT_FOLDER
+    python tests/gpu/check_sglang.py OUT_FOLDER --jobs 4 --only graphs "eager first" "eager second"
 
 Needs SGLang 0.5.15.post1, this package installed (SGLang finds plugins by their metadata), and one
 GPU; nvcc and ninja for SGLang's own kernels. Every engine runs in a process of its own, on
@@ -10,7 +11,8 @@ arith-moe. Prints one line per check and ends with FAILED or ok.
    flattened buckets and from disk, with the freed memory overwritten, tokens and log-probs equal
    those of a fresh engine without graphs, bit for bit; fingerprints equal the torch quantizer's;
    addresses stay. A bad update is refused by name. Memory over 10 updates.
-2. "default": SGLang's own choice of graphs (prefill too): the same tokens.
+2. "default": SGLang's own choice of graphs (prefill too): the same tokens. 1 to 3 are compared with
+   "eager first" and "eager second".
 3. "release": memory saver; release all, resume weights, update, resume the rest.
 4. "compensation": preset quads under decode graphs with the overlap scheduler. Five sequences in
    graphs of eight: every token is counted once, no padded row, and statistics are those of decoding
@@ -20,11 +22,13 @@ arith-moe. Prints one line per check and ends with FAILED or ok.
 5. "lost": running after a release without an update must end with WeightsLostError.
 """
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ import torch
 from sglang_engine import (
     HERE,
     MODEL,
+    PORT_VARIABLE,
     PROMPTS,
     check,
     engine,
@@ -216,28 +221,32 @@ PARTS = {
 }
 
 
-def run_parts(out: Path, wanted: list[str]) -> dict[str, Any]:
-    """Each wanted part in its own process, one after another: SGLang measures free memory."""
-    results: dict[str, Any] = {}
+def run_parts(out: Path, wanted: list[str], jobs: int) -> dict[str, Any]:
+    """Each wanted part in its own process, so many at a time."""
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     second_checkpoint()  # once, before processes would race for it
-    for name in wanted:
+
+    def run(name: str) -> dict[str, Any] | None:
         stem = out / name.replace(" ", "_")
         log, result = stem.with_suffix(".log"), stem.with_suffix(".json")
         result.unlink(missing_ok=True)
         command = [sys.executable, __file__, str(out), "--part", name]
+        port = {PORT_VARIABLE: str(31000 + 1500 * list(PARTS).index(name))}
         with log.open("w") as sink:
             code = subprocess.run(
-                command, stdout=sink, stderr=sink, env=environment, start_new_session=True
+                command, stdout=sink, stderr=sink, env=environment | port, start_new_session=True
             ).returncode
         if code == 0 and result.exists():
-            results[name] = json.loads(result.read_text())
-        elif name == "lost":  # SGLang ends this process with its scheduler
-            results[name] = {"error": "WeightsLostError" in log.read_text()}
-        else:
-            print(f"FAIL {name}: exit {code}\n{log.read_text()[-2500:]}", flush=True)
-    return results
+            return json.loads(result.read_text())
+        if name == "lost":  # SGLang ends this process with its scheduler
+            return {"error": "WeightsLostError" in log.read_text()}
+        print(f"FAIL {name}: exit {code}\n{log.read_text()[-2500:]}", flush=True)
+        return None
+
+    with ThreadPoolExecutor(jobs) as pool:
+        found = zip(wanted, pool.map(run, wanted), strict=True)
+        return {name: result for name, result in found if result is not None}
 
 
 def checks(results: dict[str, Any]) -> list[tuple[str, bool, str]]:
@@ -334,15 +343,19 @@ def statistics_gap(first: dict[str, Any], second: dict[str, Any]) -> float:
 
 def main() -> None:
     """Run everything, or one part."""
-    out = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--jobs", type=int, default=1, help="engines at a time, on one GPU")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    out, wanted = arguments.out, arguments.only
     out.mkdir(parents=True, exist_ok=True)
-    if "--part" in sys.argv:
-        name = sys.argv[-1]
+    if name := arguments.part:
         result = PARTS[name]()
         (out / f"{name.replace(' ', '_')}.json").write_text(json.dumps(result))
         return
-    wanted = sys.argv[sys.argv.index("--only") + 1 :] if "--only" in sys.argv else list(PARTS)
-    results = run_parts(out, wanted)
+    results = run_parts(out, wanted, arguments.jobs)
     found = checks(results)
     for what, holds, figures in found:
         print(f"{'ok  ' if holds else 'FAIL'} {what} {figures}")

@@ -1,6 +1,7 @@
 """Engines and updates for ``check_sglang.py`` and ``benchmarks/bench_sglang.py``."""
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ MODEL = HERE.parents[1] / "examples/models/arith-moe"
 PROMPTS = [f"{a}{op}{b}=" for a, op, b in ((347, "+", 589), (12, "-", 345), (808, "+", 77))] + [
     f"{100 + 7 * i}+{20 + i}=" for i in range(5)
 ]
+PORT_VARIABLE = "QUADS_CHECK_PORT"
 # What the kernels of SGLang's optional packages (FlashAttention 3, FlashInfer, xgrammar) would do.
 OPTIONS = {
     "attention_backend": "triton",
@@ -29,6 +31,8 @@ def engine(model: Path, **options: Any) -> Any:
     """A ``sglang.Engine``."""
     import sglang
 
+    # Engines that start at once must not search for ports in the same range.
+    options.setdefault("port", int(os.environ.get(PORT_VARIABLE, 30000)))
     return sglang.Engine(model_path=str(model), **{**OPTIONS, **options})
 
 
