@@ -127,6 +127,11 @@ def memory_targets() -> tuple[str, str]:
     return f"{owner}.release_memory_occupation", f"{owner}.resume_memory_occupation"
 
 
+def static_state_target() -> str:
+    """What copies a model's buffers before their memory is released."""
+    return memory_targets()[0].rsplit(".", 2)[0] + "._export_static_state"
+
+
 def answers_for_all_ranks() -> bool:
     """Whether ``check_weights`` collects what each tensor-parallel rank returns."""
     return exists(_MANAGER)

@@ -8,7 +8,7 @@
    quantization config nothing of the model, and models drop names that they do not know.
 4. The update functions, and ``end_weight_update`` where there is one: their errors.
 5. ``WeightChecker.handle``: fingerprints, the report and the end of a sync (``client``).
-6. Cache flush, release and resume of memory: boundaries, lost weights.
+6. Cache flush, release and resume of memory: boundaries, lost weights, kernels that still run.
 7. ``ModelRunner.forward``: lost weights; how many rows are tokens. ``Scheduler.flush_cache`` and
    ``.get_next_batch_to_run``: the radix cache holds results of another model once lists changed.
    ``GenerateReqInput.normalize_batch_and_arguments``: a server's own warm-up is not counted.
@@ -22,6 +22,7 @@ import logging
 import uuid
 from typing import Any
 
+import torch
 from sglang.srt.model_loader.utils import get_model_architecture
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -78,6 +79,7 @@ def _hooks() -> dict[str, tuple[tuple[HookType, ...], tuple[Any, ...]]]:
         "sglang.srt.utils.weight_checker.WeightChecker.handle": ((around,), (answer_questions,)),
         compat.flush_target(): ((before,), (end_at_flush,)),
         release: ((before, after), (end_at_release, forget_released)),
+        compat.static_state_target(): ((after,), (wait_for_copies,)),
         resume: ((after,), (end_at_resume,)),
         f"{_SCHEDULER}.flush_cache": ((after,), (note_flush,)),
         f"{_SCHEDULER}.get_next_batch_to_run": ((around,), (flush_changed,)),
@@ -291,6 +293,12 @@ def end_at_flush(owner: Any, *_: Any, **__: Any) -> None:
 def end_at_release(manager: Any, *_: Any, **__: Any) -> None:
     """A release ends an update that was going on, while its memory is there."""
     sync.boundary(manager.tp_worker.model_runner.model, "release_memory_occupation")
+
+
+def wait_for_copies(*_: Any, **__: Any) -> None:
+    """SGLang unmaps memory behind the copies of a model's buffers, without waiting for them."""
+    if compat.device_type() == "cuda":
+        torch.cuda.synchronize()
 
 
 def forget_released(_: Any, manager: Any, request: Any) -> None:

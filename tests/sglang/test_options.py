@@ -245,7 +245,7 @@ def test_every_hook_is_applied():
     code = (
         "from sglang.srt.plugins import load_plugins; load_plugins()\n"
         "from sglang_quads import compat, hooks\n"
-        "assert len(hooks.targets()) == 17, hooks.targets()\n"
+        "assert len(hooks.targets()) == 18, hooks.targets()\n"
         "assert not compat.missing(hooks.targets()), compat.missing(hooks.targets())\n"
     )
     done = run_python(code)
