@@ -37,8 +37,11 @@ def right(llm: Any, problems: list[tuple[str, str]]) -> float:
 
 
 def three_errors(a: float, b: float) -> float:
-    """Three standard errors of the difference of two shares of COUNT, under one true share: the mean
-    with one more right and one more wrong, so that 0 and 1 are not certain (Agresti and Caffo)."""
+    """Three standard errors of the difference of two shares of COUNT.
+
+    Of one true share: the mean with one more right and one more wrong, so that 0 and 1 are not
+    certain (Agresti and Caffo).
+    """
     pooled = ((a + b) * COUNT + 1) / (2 * COUNT + 2)
     return 3 * math.sqrt(2 * pooled * (1 - pooled) / COUNT)
 
