@@ -10,8 +10,8 @@ Needs vLLM, this package with its entry points, and one GPU; with several, one e
 Every engine is a process. ``--together``: all start at once on one GPU and are timed in turns.
 
 "step": milliseconds of a decode step, from the difference of two runs that differ in their output
-length only, median of ``--repeats``; "busy": the share of a decode-only stretch in which a kernel
-ran, from torch's profiler; "/fp8": decode throughput over the fastest FP8 mode's.
+length only, median of ``--repeats`` turns; "busy": the share of a decode-only stretch in which a
+kernel ran, from torch's profiler; "/fp8": decode throughput over the fastest FP8 mode's.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.turns import ended, my_turn, turns_environment  # noqa: E402
+from benchmarks.turns import Turns, ended, turns_environment  # noqa: E402
 
 TOKENIZER = ROOT / "examples/models/arith-moe"
 PROMPT_TOKENS = 32
@@ -76,14 +76,16 @@ def generate(llm: Any, sequences: int, tokens: int) -> float:
     return time.perf_counter() - start
 
 
-def step_time(llm: Any, sequences: int, repeats: int) -> float:
-    """Milliseconds of a decode step."""
-    generate(llm, sequences, SHORT)
-    found = []
+def step_times(llm: Any, turns: Turns, counts: list[int], repeats: int) -> dict[int, float]:
+    """Milliseconds of a decode step by number of sequences, the median of ``repeats`` turns."""
+    found: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(repeats):
-        short, long = (generate(llm, sequences, n) for n in (SHORT, LONG))
-        found.append((long - short) / (LONG - SHORT) * 1e3)
-    return statistics.median(found)
+        with turns.turn():
+            for count in counts:
+                generate(llm, count, SHORT)
+                short, long = (generate(llm, count, n) for n in (SHORT, LONG))
+                found[count].append((long - short) / (LONG - SHORT) * 1e3)
+    return {count: statistics.median(times) for count, times in found.items()}
 
 
 def kernels(llm: Any, sequences: int) -> dict[str, float]:
@@ -118,11 +120,12 @@ def run_mode(mode: str, folder: Path, arguments: argparse.Namespace) -> dict[str
         gpu_memory_utilization=0.1,  # only asked for at the start, as the cache's size is given
         **options,
     )  # fmt: skip
-    result: dict[str, Any] = {}
-    with my_turn(mode):
-        for sequences in arguments.sequences:
-            result[str(sequences)] = step_time(llm, sequences, arguments.repeats)
-            result[f"kernels {sequences}"] = kernels(llm, sequences)
+    turns, counts = Turns(mode), arguments.sequences
+    times = step_times(llm, turns, counts, arguments.repeats)
+    result: dict[str, Any] = {str(count): time for count, time in times.items()}
+    with turns.turn():
+        result |= {f"kernels {count}": kernels(llm, count) for count in counts}
+    turns.stay()
     if OPTIONS[mode].get("method", "nvfp4") != "nvfp4":
         result["sampled"] = least_sampled(llm)
     return result

@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.turns import ended, my_turn, turns_environment  # noqa: E402
+from benchmarks.turns import Turns, ended, turns_environment  # noqa: E402
 
 PROMPT_TOKENS, VOCABULARY = 32, 8192
 SHORT, LONG = 16, 80  # output tokens of the two runs
@@ -85,14 +85,16 @@ def generate(llm: Any, sequences: int, tokens: int) -> float:
     return time.perf_counter() - start
 
 
-def step_time(llm: Any, sequences: int, repeats: int) -> float:
-    """Milliseconds of a decode step."""
-    generate(llm, sequences, SHORT)
-    found = []
+def step_times(llm: Any, turns: Turns, counts: list[int], repeats: int) -> dict[int, float]:
+    """Milliseconds of a decode step by number of sequences, the median of ``repeats`` turns."""
+    found: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(repeats):
-        short, long = (generate(llm, sequences, n) for n in (SHORT, LONG))
-        found.append((long - short) / (LONG - SHORT) * 1e3)
-    return statistics.median(found)
+        with turns.turn():
+            for count in counts:
+                generate(llm, count, SHORT)
+                short, long = (generate(llm, count, n) for n in (SHORT, LONG))
+                found[count].append((long - short) / (LONG - SHORT) * 1e3)
+    return {count: statistics.median(times) for count, times in found.items()}
 
 
 def run_mode(mode: str, folder: Path, sequences: list[int], repeats: int) -> dict[str, Any]:
@@ -109,9 +111,10 @@ def run_mode(mode: str, folder: Path, sequences: list[int], repeats: int) -> dic
         **OPTIONS, **options,
     )  # fmt: skip
     result: dict[str, Any] = {"version": sglang.__version__}
-    with my_turn(f"sglang {mode}"):
-        for count in sequences:
-            result[str(count)] = step_time(llm, count, repeats)
+    turns = Turns(f"sglang {mode}")
+    times = step_times(llm, turns, sequences, repeats)
+    result |= {str(count): time for count, time in times.items()}
+    turns.stay()
     if options.get("quantization") == "quads_nvfp4":
         from sglang_quads import client
 

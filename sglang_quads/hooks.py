@@ -79,7 +79,7 @@ def _hooks() -> dict[str, tuple[tuple[HookType, ...], tuple[Any, ...]]]:
         "sglang.srt.utils.weight_checker.WeightChecker.handle": ((around,), (answer_questions,)),
         compat.flush_target(): ((before,), (end_at_flush,)),
         release: ((before, after), (end_at_release, forget_released)),
-        compat.static_state_target(): ((after,), (wait_for_copies,)),
+        compat.static_state_target(): ((after,), (wait_for_kernels,)),
         resume: ((after,), (end_at_resume,)),
         f"{_SCHEDULER}.flush_cache": ((after,), (note_flush,)),
         f"{_SCHEDULER}.get_next_batch_to_run": ((around,), (flush_changed,)),
@@ -293,10 +293,12 @@ def end_at_flush(owner: Any, *_: Any, **__: Any) -> None:
 def end_at_release(manager: Any, *_: Any, **__: Any) -> None:
     """A release ends an update that was going on, while its memory is there."""
     sync.boundary(manager.tp_worker.model_runner.model, "release_memory_occupation")
+    wait_for_kernels()
 
 
-def wait_for_copies(*_: Any, **__: Any) -> None:
-    """SGLang unmaps memory behind the copies of a model's buffers, without waiting for them."""
+def wait_for_kernels(*_: Any, **__: Any) -> None:
+    """SGLang unmaps memory without waiting for what still reads it: a forward that the overlap
+    scheduler ran for a request that had ended, the copies of the model's buffers."""
     if compat.device_type() == "cuda":
         torch.cuda.synchronize()
 
