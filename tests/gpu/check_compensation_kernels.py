@@ -2,9 +2,10 @@
 
     PYTHONPATH=common:. python tests/gpu/check_compensation_kernels.py
 
-Comparisons run at the sizes of Qwen3-30B-A3B, each group in a process of its own; what fails is
-printed, and the exit status is 1 if anything did. ``timing``: ``benchmarks/bench_compensation.py``,
-compiled in several processes first. ``--only`` runs some groups, or ``timing``; ``--list`` names
+Comparisons run at the sizes of Qwen3-30B-A3B, those of the ``hopper`` kernels also at others, each
+group in a process of its own; what fails is printed, and the exit status is 1 if anything did.
+``timing``: ``benchmarks/bench_compensation.py``, compiled in several processes first. ``--only``
+runs some groups, "hopper" (an sm_90 GPU), "comparisons" (all groups) or "timing"; ``--list`` names
 the groups.
 """
 
@@ -21,6 +22,7 @@ import torch
 
 from benchmarks.bench_compensation import WARM, timing, warm
 from benchmarks.moe_shapes import SHAPES as ALL_SHAPES
+from tests.gpu import check_hopper
 from tests.kernels import (
     compare_compensated,
     compare_compensated_rows,
@@ -42,9 +44,24 @@ GROUPS |= {
     f"layers-{count}": functools.partial(compare_compensated.layers, counts=(count,))
     for count in (1, 16, 128, 512)
 }
+
+
+def hopper_group(shape: str, case: str) -> Callable:
+    shapes = {shape: check_hopper.SHAPES[shape]}
+    return lambda device, _, quick: compare_hopper_compensated.hopper_layers(
+        device, shapes, quick, (case,)
+    )
+
+
 GROUPS |= {
-    f"hopper {name}": functools.partial(compare_hopper_compensated.hopper_layers, names=(name,))
-    for name in compare_hopper_compensated.CASES | compare_hopper_compensated.COLUMN_CASES
+    f"hopper {case}": hopper_group("qwen3-30b-a3b", case)
+    for case in compare_hopper_compensated.CASES | compare_hopper_compensated.COLUMN_CASES
+}
+# Odd numbers of 128s in I: strips that no warps share, and three stages.
+GROUPS |= {
+    f"hopper {case}, {shape}": hopper_group(shape, case)
+    for shape in ("qwen3-235b tp4", "glm-4.5-air")
+    for case in ("splice rac", "columns rac")
 }
 HOPPER = [name for name in GROUPS if name.startswith("hopper ")]
 
@@ -57,6 +74,10 @@ def run_group(name: str, device: str) -> bool:
             print(f"  FAIL {last}", flush=True)
     print(f"{name}: {passed} of {count} in {time.time() - start:.0f} s; last: {last}")
     return count > 0 and passed == count
+
+
+def is_hopper(device: str) -> bool:
+    return device != "cpu" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def run_jobs(tasks: list[list[str]], jobs: int) -> bool:
@@ -92,8 +113,14 @@ def main() -> int:
     if args.warm:
         warm(args.warm)
         return 0
-    parts = args.only or [*GROUPS, "timing"]
-    parts = [name for part in parts for name in (HOPPER if part == "hopper" else [part])]
+    several = {"hopper": HOPPER, "comparisons": list(GROUPS)}
+    parts = args.only or ["comparisons", "timing"]
+    parts = [name for part in parts for name in several.get(part, [part])]
+    if set(parts) & set(HOPPER) and not is_hopper(args.device):
+        if args.only and "comparisons" not in args.only:
+            parser.error("the hopper groups need an sm_90 GPU")
+        print("hopper groups: not run, this is no sm_90 GPU")
+        parts = [name for name in parts if name not in HOPPER]
     if unknown := set(parts) - {*GROUPS, "timing"}:
         parser.error(f"--only {sorted(unknown)} is none of {['timing', *GROUPS]}")
     if len(parts) == 1 and parts[0] != "timing":
