@@ -7,22 +7,44 @@ import triton  # type: ignore[import-untyped]
 
 from quads_common.kernels import _route
 
-__all__ = ["Routes", "RoutingTable", "make_table", "sum_slots_triton"]
+__all__ = ["Routes", "RoutingTable", "check_power_of_two", "make_table", "sum_slots_triton"]
 
 # Slots that one program counts and places. A decode batch is one chunk, hence one launch.
 MAX_CHUNK = 4096
+ID_DTYPES = (torch.int32, torch.int64, torch.uint32, torch.int16, torch.uint8, torch.int8)
 
 
 @dataclass(frozen=True)
 class Routes:
-    """The router's choice: topk_ids [T, k] integers, -1 skips; expert_map as in ``fused_moe``.
+    """The router's choice, as kernels read it: contiguous, copied where it is not.
 
+    topk_ids: [T, k] integers, -1 skips. expert_map: [global experts] int32 local id or -1, or None.
     num_experts: experts of this rank. Ids that name none of them are skipped.
+
+    Raises:
+        ValueError: other shapes, or tensors on two devices. TypeError: other dtypes.
     """
 
     topk_ids: torch.Tensor
     expert_map: torch.Tensor | None
     num_experts: int
+
+    def __post_init__(self) -> None:
+        ids, expert_map = self.topk_ids, self.expert_map
+        if ids.ndim != 2:
+            raise ValueError(f"topk_ids must be [T, k], got {list(ids.shape)}")
+        if ids.dtype not in ID_DTYPES:
+            raise TypeError(f"topk_ids must be one of {list(map(str, ID_DTYPES))}, got {ids.dtype}")
+        object.__setattr__(self, "topk_ids", ids.contiguous())
+        if expert_map is None:
+            return
+        if expert_map.ndim != 1:
+            raise ValueError(f"expert_map must be [global experts], got {list(expert_map.shape)}")
+        if expert_map.dtype != torch.int32:
+            raise TypeError(f"expert_map must be int32, got {expert_map.dtype}")
+        if expert_map.device != ids.device:
+            raise ValueError(f"expert_map is on {expert_map.device}, topk_ids on {ids.device}")
+        object.__setattr__(self, "expert_map", expert_map.contiguous())
 
     @property
     def lookup(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -43,8 +65,18 @@ class RoutingTable:
     block_m: int
 
 
+def check_power_of_two(name: str, value: int, least: int) -> None:
+    if value < least or value & (value - 1):
+        raise ValueError(f"{name} must be a power of two of at least {least}, got {value}")
+
+
 def make_table(routes: Routes, block_m: int) -> RoutingTable:
-    """Sort the slots by expert. Sizes depend on shapes only, so graphs can hold the tables."""
+    """Sort the slots by expert. Sizes depend on shapes only, so graphs can hold the tables.
+
+    Raises:
+        ValueError: block_m is no power of two.
+    """
+    check_power_of_two("block_m", block_m, 1)
     num_slots, experts = routes.topk_ids.numel(), routes.num_experts
     # A used expert adds at most block_m - 1 padding entries, and each block has a slot.
     padded = num_slots + min(experts, num_slots) * (block_m - 1)
@@ -62,6 +94,7 @@ def make_table(routes: Routes, block_m: int) -> RoutingTable:
         "CHUNK": chunk,
         "BINS": bins,
         "num_warps": 4 if chunk <= 1024 else 8,
+        "enable_fp_fusion": False,
     }
     counts = block_experts
     if chunks > 1:
