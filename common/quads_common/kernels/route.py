@@ -94,17 +94,17 @@ def make_table(routes: Routes, block_m: int) -> RoutingTable:
         "CHUNK": chunk,
         "BINS": bins,
         "num_warps": 4 if chunk <= 1024 else 8,
-        "enable_fp_fusion": False,
     }
     counts = block_experts
     if chunks > 1:
         counts = torch.empty((chunks, bins), dtype=torch.int32, device=ids.device)
         _route.count_routes[(chunks,)](
-            ids, counts, num_slots, expert_map, map_size, experts, **options
-        )
+            ids, counts, num_slots, expert_map, map_size, experts,
+            enable_fp_fusion=False, **options,
+        )  # fmt: skip
     _route.place_routes[(experts, chunks)](
         ids, counts, slots, block_experts, num_slots, expert_map, map_size, experts, chunks, blocks,
-        ONE_CHUNK=chunks == 1, BLOCK_M=block_m, **options,
+        ONE_CHUNK=chunks == 1, BLOCK_M=block_m, enable_fp_fusion=False, **options,
     )  # fmt: skip
     return RoutingTable(slots, block_experts, block_m)
 
