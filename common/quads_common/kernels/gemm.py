@@ -163,16 +163,17 @@ def check_operands(
 
     slots, k: x has so many rows, each counted ``top_k`` times, of so many elements.
     """
-    if len(weight.shape) != 3 or weight.per_token:
-        raise ValueError(f"weight must be [E, N, K] with a scale each, got {list(weight.shape)}")
-    experts, n, width = weight.shape
+    shape = weight.shape
+    if len(shape) != 3 or weight.per_token:
+        raise ValueError(f"weight must be [E, N, K] with E global scales, got {list(shape)}")
+    experts, n, width = shape
     if table is None and experts != 1:
         raise ValueError(f"a routing table is needed for {experts} experts")
     if table is not None and table.block_m != config.block_m:
         raise ValueError(f"the table has blocks of {table.block_m}, the tile {config.block_m}")
     if k != width:
         raise ValueError(f"x has K = {k}, the weights have K = {width}")
-    if tuple(y.shape) != (slots, n):
+    if y.shape != (slots, n):
         raise ValueError(f"y must be {[slots, n]}, got {list(y.shape)}")
     one_row = experts == 1 and bias is not None and bias.ndim == 1
     check_bias("bias", bias, (n,) if one_row else (experts, n))

@@ -114,10 +114,19 @@ def sum_slots_triton(
 ) -> torch.Tensor:
     """The top-k terms of each token added in float32, in slot order, rounded once to ``dtype``.
 
-    slots: [T * k, H] float32; the rows of skipped slots count as zero and are not read. early: the
-        kernel that writes them lets this one start before it ends (``cuda/moe.cu``).
+    slots: [T * k, H] float32, contiguous; the rows of skipped slots count as zero and are not read.
+        early: the kernel that writes them lets this one start before it ends (``cuda/moe.cu``).
+
+    Raises:
+        ValueError: other slots.
     """
     tokens, top_k = routes.topk_ids.shape
+    fits = slots.ndim == 2 and len(slots) == tokens * top_k and slots.is_contiguous()
+    if not fits or slots.dtype != torch.float32:
+        raise ValueError(
+            f"slots must be contiguous float32 [{tokens * top_k}, H], got {slots.dtype} "
+            f"{list(slots.shape)} with strides {list(slots.stride())}"
+        )
     width = slots.shape[1]
     out = torch.empty((tokens, width), dtype=dtype, device=slots.device)
     if out.numel():

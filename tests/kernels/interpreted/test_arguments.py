@@ -17,7 +17,7 @@ from quads_common.kernels.compensated_gemm import compensated_gemm
 from quads_common.kernels.compensated_rows import compensate_rows
 from quads_common.kernels.gemm import GemmConfig, grouped_gemm, linear_triton
 from quads_common.kernels.moe import fused_moe_triton
-from quads_common.kernels.route import Routes, make_table
+from quads_common.kernels.route import Routes, make_table, sum_slots_triton
 from quads_common.kernels.rows import quantize_rows
 from quads_common.moe import fused_moe, local_expert_ids
 from tests.kernels.compensated_cases import Preset
@@ -104,6 +104,17 @@ def test_gemms_take_no_operands_of_another_shape(layer, columns):
     refuse(r"global_scale must be contiguous, has strides \[2\]", weight=one)
     refuse(r"a routing table is needed for 3 experts", table=None)
     refuse(r"the table has blocks of 16, the tile 32", config=replace(config, block_m=32))
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [torch.zeros((3, 16)), torch.zeros(4), torch.zeros((16, 4)).T, torch.zeros((4, 16)).half()],
+    ids=["rows", "dimensions", "strides", "dtype"],
+)
+def test_sums_of_slots_that_do_not_fit(slots):
+    routes = Routes(torch.zeros((2, 2), dtype=torch.int32), None, 2)
+    with pytest.raises(ValueError, match=r"slots must be contiguous float32 \[4, H\], got torch"):
+        sum_slots_triton(slots, routes, torch.float32)
 
 
 @pytest.mark.parametrize(
