@@ -59,7 +59,7 @@ def compensated_gemm(
     stored = source.values.shape[1] if x.parts is not None else 1
     parts = triton.next_power_of_2(stored)
     slots = source.values.shape[0] * top_k
-    check_operands(slots, source.width, weight, y, config, table, bias, router_weight)
+    check_operands(slots, source.width, weight, y, config.block_m, table, bias, router_weight)
     experts, n, width = weight.shape
     if parts > 1 and parts * config.block_m > MAX_ROWS:
         raise ValueError(

@@ -118,7 +118,7 @@ def grouped_gemm(
         ValueError: tensors that do not fit together.
     """
     slots = x.values.shape[0] * top_k
-    check_operands(slots, x.width, weight, y, config, table, bias, router_weight)
+    check_operands(slots, x.width, weight, y, config.block_m, table, bias, router_weight)
     n, width = weight.shape[1:]
     if y.numel() == 0:
         return
@@ -154,7 +154,7 @@ def check_operands(
     k: int,
     weight: QuantizedTensor,
     y: torch.Tensor,
-    config: GemmConfig,
+    block_m: int,
     table: RoutingTable | None,
     bias: torch.Tensor | None,
     router_weight: torch.Tensor | None,
@@ -169,8 +169,8 @@ def check_operands(
     experts, n, width = shape
     if table is None and experts != 1:
         raise ValueError(f"a routing table is needed for {experts} experts")
-    if table is not None and table.block_m != config.block_m:
-        raise ValueError(f"the table has blocks of {table.block_m}, the tile {config.block_m}")
+    if table is not None and table.block_m != block_m:
+        raise ValueError(f"the table has blocks of {table.block_m}, the tile {block_m}")
     if k != width:
         raise ValueError(f"x has K = {k}, the weights have K = {width}")
     if y.shape != (slots, n):
