@@ -38,7 +38,7 @@ def fused_moe(
     x: [T, H] bf16, fp16 or fp32. w13: [E, 2I, H] ([E, I, H] if not gated), rows [gate | up].
     w2: [E, H, I]. topk_weights: [T, k]. topk_ids: [T, k] integers; those of no expert, such as -1,
         skip the slot.
-    activation: default SwiGLU. expert_map: [global experts] local id or -1 (expert parallel).
+    activation: default SwiGLU. expert_map: [global experts] int32 local id or -1.
     w13_bias: [E, 2I], w2_bias: [E, H]. Returns [T, H] in x's dtype: the local experts' part.
 
     Raises:
