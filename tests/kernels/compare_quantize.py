@@ -105,6 +105,24 @@ SHAPES = [
 ]  # fmt: skip
 
 
+AMAXES = {
+    "float32": torch.tensor([7.0, 9.0]),
+    "bf16": torch.tensor([7.0, 9.0]).bfloat16(),
+    "float16": torch.tensor([7.0, 9.0]).half(),
+    "float64": torch.tensor([7.1, 9.0], dtype=torch.float64),
+    "with strides": torch.tensor([7.0, 1.0, 9.0, 1.0])[::2],
+    "of one number": torch.tensor(7.0),
+    "of another length": torch.ones(3),
+    "of two dimensions": torch.ones((2, 1)),
+    "negative": torch.tensor([7.0, -1.0]),
+    "negative zero": torch.tensor([7.0, -0.0]),
+    "zero": torch.tensor([0.0, 9.0]),
+    "NaN": torch.tensor([torch.nan, 9.0]),
+    "Inf": torch.tensor([7.0, torch.inf]),
+    "too large": torch.tensor([7.0, 3.38e38]),
+}
+
+
 def calls() -> Iterator[tuple[str, torch.Tensor, dict]]:
     """Arguments of both quantizers, good ones and bad ones, one thing wrong at a time."""
     generator = torch.Generator().manual_seed(7)
@@ -116,22 +134,7 @@ def calls() -> Iterator[tuple[str, torch.Tensor, dict]]:
         for per_token in (False, True):
             yield f"{dtype} {per_token=}", torch.ones((2, 16)).to(dtype), {"per_token": per_token}
     x = torch.randn((2, 3, 32), generator=generator)
-    for name, amax in {
-        "float32": torch.tensor([7.0, 9.0]),
-        "bf16": torch.tensor([7.0, 9.0]).bfloat16(),
-        "float16": torch.tensor([7.0, 9.0]).half(),
-        "float64": torch.tensor([7.1, 9.0], dtype=torch.float64),
-        "with strides": torch.tensor([7.0, 1.0, 9.0, 1.0])[::2],
-        "of one number": torch.tensor(7.0),
-        "of another length": torch.ones(3),
-        "of two dimensions": torch.ones((2, 1)),
-        "negative": torch.tensor([7.0, -1.0]),
-        "negative zero": torch.tensor([7.0, -0.0]),
-        "zero": torch.tensor([0.0, 9.0]),
-        "NaN": torch.tensor([torch.nan, 9.0]),
-        "Inf": torch.tensor([7.0, torch.inf]),
-        "too large": torch.tensor([7.0, 3.38e38]),
-    }.items():
+    for name, amax in AMAXES.items():
         for rule in ("pow2", "te"):
             yield f"amax {name} {rule}", x, {"amax": amax, "global_scale_rule": rule}
     for value in (torch.nan, torch.inf, -torch.inf, -3.38e38):
