@@ -6,6 +6,7 @@ is what FP4 tensor cores compute, up to the order of summation: the bound that t
 ``accumulation_bound``.
 """
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -14,7 +15,14 @@ from quads_common.format import BLOCK_SIZE, INPUT_DTYPES, QuantizedTensor
 from quads_common.packing import unscaled_values
 from quads_common.quantize import quantize
 
-__all__ = ["ACT_FORMATS", "ActFormat", "accumulation_bound", "linear", "scaled_operand"]
+__all__ = [
+    "ACT_FORMATS",
+    "ActFormat",
+    "accumulation_bound",
+    "check_bias",
+    "linear",
+    "scaled_operand",
+]
 
 # "nvfp4": activations quantized per token (W4A4). "bf16": activations left in the model's dtype,
 # whatever that is (W4A16).
@@ -33,6 +41,9 @@ def linear(
 
     x: [..., K] bf16, fp16 or fp32. weight: [N, K], one global scale. bias: [N] or None.
     Returns [..., N] in x's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit. TypeError: another dtype of x.
     """
     if len(weight.shape) != 2 or weight.per_token:
         raise ValueError(f"weight must be one [N, K] matrix, got {list(weight.shape)}")
@@ -40,12 +51,19 @@ def linear(
         raise TypeError(f"x must be one of {[str(d) for d in INPUT_DTYPES]}, got {x.dtype}")
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x has K = {x.shape[-1]}, the weight has K = {weight.shape[-1]}")
+    check_bias("bias", bias, weight.shape[:1])
     operand, row_scale = scaled_operand(x.reshape(-1, x.shape[-1]), act)
     acc = operand @ unscaled_values(weight.packed, weight.block_scale).T  # [M, K] @ [K, N]
     y = acc * (row_scale * weight.global_scale)
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def check_bias(name: str, bias: torch.Tensor | None, shape: Sequence[int]) -> None:
+    """Raise ``ValueError`` unless the bias is None or has this shape: none is broadcast."""
+    if bias is not None and bias.shape != torch.Size(shape):
+        raise ValueError(f"{name} must be {list(shape)}, got {list(bias.shape)}")
 
 
 def scaled_operand(x: torch.Tensor, act: ActFormat) -> tuple[torch.Tensor, torch.Tensor]:

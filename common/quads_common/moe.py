@@ -13,7 +13,7 @@ import torch
 
 from quads_common.activation import Activation
 from quads_common.format import QuantizedTensor
-from quads_common.gemm import ActFormat, scaled_operand
+from quads_common.gemm import ActFormat, check_bias, scaled_operand
 from quads_common.packing import unscaled_values
 
 __all__ = ["fused_moe", "local_expert_ids"]
@@ -36,8 +36,9 @@ def fused_moe(
     """Sum over the top-k of router_weight * w2[e] @ activation(w13[e] @ x).
 
     x: [T, H] bf16, fp16 or fp32. w13: [E, 2I, H] ([E, I, H] if not gated), rows [gate | up].
-    w2: [E, H, I]. topk_weights: [T, k]. topk_ids: [T, k] integers; -1 skips the slot.
-    activation: default SwiGLU. expert_map: [global experts] local id or -1 (expert parallel).
+    w2: [E, H, I]. topk_weights: [T, k]. topk_ids: [T, k] integers; those of no expert, such as -1,
+        skip the slot.
+    activation: default SwiGLU. expert_map: [global experts] int32 local id or -1.
     w13_bias: [E, 2I], w2_bias: [E, H]. Returns [T, H] in x's dtype: the local experts' part.
 
     Raises:
@@ -45,7 +46,7 @@ def fused_moe(
     """
     activation = activation or Activation()
     tokens, top_k = topk_ids.shape
-    check_shapes(x, w13, w2, topk_weights, topk_ids, activation)
+    check_shapes(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
     ids = local_expert_ids(topk_ids, expert_map)
     slot_weights = topk_weights.float()
     if apply_router_weight_on_input:
@@ -73,11 +74,15 @@ def fused_moe(
 
 
 def local_expert_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """Global expert ids [T, k] to local ones; -1 stays -1 and marks experts of other ranks."""
+    """Global expert ids [T, k] to local ones; -1 marks skipped slots and experts of other ranks.
+
+    expert_map: [global experts] integers, or None: ids are local. Ids beyond it name no expert.
+    """
     if expert_map is None:
         return topk_ids
     ids = topk_ids.long()
-    return torch.where(ids < 0, -1, expert_map[ids.clamp(min=0)].long())
+    known = (ids >= 0) & (ids < len(expert_map))
+    return torch.where(known, expert_map[torch.where(known, ids, 0)].long(), -1)
 
 
 def sum_slots(slots: torch.Tensor) -> torch.Tensor:
@@ -95,7 +100,10 @@ def check_shapes(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     activation: Activation,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
 ) -> None:
+    """Raise ``ValueError`` for arguments of ``fused_moe`` that do not fit together."""
     experts, rows, hidden = w13.shape
     inner = rows // 2 if activation.gated else rows
     if x.ndim != 2 or x.shape[1] != hidden:
@@ -110,3 +118,5 @@ def check_shapes(
             f"topk_weights {list(topk_weights.shape)} and topk_ids {list(topk_ids.shape)} "
             f"must both be [{x.shape[0]}, k]"
         )
+    check_bias("w13_bias", w13_bias, (experts, rows))
+    check_bias("w2_bias", w2_bias, (experts, hidden))

@@ -33,7 +33,7 @@ def routing(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
     generator = torch.Generator().manual_seed(4)
     for name, (_, _, experts, top_k) in shapes.items():
         for count in (1, 3, 16) if quick else (1, 4, 16, 128, 512, 513, 4096):
-            for mode in ("plain", "skipped", "mapped", "skewed"):
+            for mode in ("plain", "skipped", "mapped", "skewed", "beyond the map"):
                 ids = random_ids(count, top_k, experts, generator)
                 expert_map, local = None, experts
                 if mode == "skipped":
@@ -43,18 +43,21 @@ def routing(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
                     expert_map = torch.full((experts,), -1, dtype=torch.int32)
                     chosen = torch.randperm(experts, generator=generator)[:local]
                     expert_map[chosen] = torch.arange(local, dtype=torch.int32)
+                if mode == "beyond the map":
+                    # What an id would read behind the map names an expert.
+                    expert_map = torch.arange(2 * experts, dtype=torch.int32, device=device)
+                    expert_map = (expert_map % experts)[:experts]
+                    ids[:, -1] += experts
                 if mode == "skewed":
                     ids[:, 0] = 1
-                routes = Routes(
-                    ids.to(device),
-                    expert_map if expert_map is None else expert_map.to(device),
-                    local,
-                )
+                ids = ids.to(device)
+                expert_map = None if expert_map is None else expert_map.to(device)
+                routes = Routes(ids, expert_map, local)
                 for block_m in (16, 64):
                     table = make_table(routes, block_m)
                     ok = table_is_right(
                         table.slots.cpu(), table.experts.cpu(),
-                        local_expert_ids(ids, expert_map).flatten(), block_m,
+                        local_expert_ids(ids, expert_map).flatten().cpu(), block_m,
                     )  # fmt: skip
                     yield f"routing {name} {count} {mode} block_m {block_m}", ok, ""
 

@@ -85,6 +85,89 @@ def weight_storage(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
         w[1:2], packed[:1], scale[:1].view(torch.float8_e4m3fn), total[:1], amax=amax
     )
     yield "weight NaN under a finite amax", flags.tolist() == [1], f"flags {flags.tolist()}"
+    packed.fill_(0xA5)
+    scale.fill_(0x5A)
+    total.fill_(7.0)
+    amax = torch.tensor([-9.0, -1e-30, -0.0, 9.0], device=device)
+    flags = quantize_weight_into(
+        w[:1].expand(4, -1, -1), packed, scale.view(torch.float8_e4m3fn), total, amax=amax
+    )
+    ok = flags.tolist() == [1, 1, 0, 0] and total.tolist()[:2] == [7.0, 7.0]
+    ok &= bool((packed[:2] == 0xA5).all() and (scale[:2] == 0x5A).all())
+    yield "weight under a negative amax", ok, f"flags {flags.tolist()}, {total.tolist()}"
+
+
+# Shapes that are quantized as weights and as rows.
+SHAPES = [
+    (32,), (1, 16), (3, 32), (2, 3, 32), (2, 2, 3, 32), (2, 1, 2, 1, 16),
+    (0, 32), (4, 0), (0,), (0, 0), (2, 0, 32), (0, 4, 32), (2, 3, 0), (2, 0, 3, 32),
+    (), (24,), (2, 40), (0, 8),
+]  # fmt: skip
+
+
+AMAXES = {
+    "float32": torch.tensor([7.0, 9.0]),
+    "bf16": torch.tensor([7.0, 9.0]).bfloat16(),
+    "float16": torch.tensor([7.0, 9.0]).half(),
+    "float64": torch.tensor([7.1, 9.0], dtype=torch.float64),
+    "with strides": torch.tensor([7.0, 1.0, 9.0, 1.0])[::2],
+    "of one number": torch.tensor(7.0),
+    "of another length": torch.ones(3),
+    "of two dimensions": torch.ones((2, 1)),
+    "negative": torch.tensor([7.0, -1.0]),
+    "negative zero": torch.tensor([7.0, -0.0]),
+    "zero": torch.tensor([0.0, 9.0]),
+    "NaN": torch.tensor([torch.nan, 9.0]),
+    "Inf": torch.tensor([7.0, torch.inf]),
+    "too large": torch.tensor([7.0, 3.38e38]),
+}
+
+
+def calls() -> Iterator[tuple[str, torch.Tensor, dict]]:
+    """Arguments of both quantizers, good ones and bad ones, one thing wrong at a time."""
+    generator = torch.Generator().manual_seed(7)
+    for shape in SHAPES:
+        for per_token in (False, True):
+            x = torch.randn(shape, generator=generator)
+            yield f"{list(shape)} {per_token=}", x, {"per_token": per_token, "name": "layer.w"}
+    for dtype in (torch.float64, torch.int32, torch.uint8):
+        for per_token in (False, True):
+            yield f"{dtype} {per_token=}", torch.ones((2, 16)).to(dtype), {"per_token": per_token}
+    x = torch.randn((2, 3, 32), generator=generator)
+    for name, amax in AMAXES.items():
+        for rule in ("pow2", "te"):
+            yield f"amax {name} {rule}", x, {"amax": amax, "global_scale_rule": rule}
+    for value in (torch.nan, torch.inf, -torch.inf, -3.38e38):
+        bad = x.clone()
+        bad[1, 2, 5] = value
+        for name, y in {"experts": bad, "matrix": bad[1], "row": bad[1, 2]}.items():
+            yield f"{name} with {value}", y, {"name": "layer.w"}
+        yield f"{value} under a finite amax", bad, {"amax": torch.tensor([7.0, 9.0])}
+        yield f"rows with {value}", bad, {"per_token": True}
+    yield "another rule", x, {"global_scale_rule": "static"}
+    yield "rows with amax", x, {"per_token": True, "amax": torch.tensor([7.0, 9.0])}
+    yield "rows with a rule", x, {"per_token": True, "global_scale_rule": "te"}
+    yield "with a gradient", x.clone().requires_grad_(), {}
+
+
+def same_answers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
+    """Both quantizers give the same shapes and bytes, or raise the same type and message."""
+    for name, x, options in calls():
+        answers = []
+        for quantizer, place in ((quantize_triton, device), (quantize_torch, "cpu")):
+            moved = {k: v.to(place) if k == "amax" else v for k, v in options.items()}
+            try:
+                answers.append(quantizer(x.to(place), **moved))
+            except (ValueError, TypeError) as error:
+                answers.append((type(error), str(error)))
+        got, want = answers
+        if isinstance(want, QuantizedTensor) and isinstance(got, QuantizedTensor):
+            ok, text = same(got, want)
+            sizes = [[list(t.shape) for t in vars(q).values()] for q in answers]
+            ok, text = ok and sizes[0] == sizes[1], f"{text}, shapes {sizes}"
+        else:
+            ok, text = got == want, f"{got} and {want}"
+        yield f"answer to {name}", ok, text
 
 
 def tokens(device: str, shapes: dict, quick: bool) -> Iterator[Check]:

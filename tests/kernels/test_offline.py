@@ -169,16 +169,18 @@ def test_gemms_fit_older_gpus(capability, shared, config, k):
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_routing_compiles(capability):
-    shared = {"HAS_MAP": True, "CHUNK": 1024, "BINS": 256}
+@pytest.mark.parametrize("ids, mapped", [("*i32", True), ("*i64", True), ("*i64", False)])
+def test_routing_compiles(capability, ids, mapped):
+    tables = {**TABLES, "ids_ptr": ids}
+    shared = {"HAS_MAP": mapped, "CHUNK": 1024, "BINS": 256}
     for kernel, arguments in (
-        (_route.count_routes, {**TABLES, **COUNTS, **shared}),
+        (_route.count_routes, {**tables, **COUNTS, **shared}),
         (_route.place_routes, {
-            **TABLES, **COUNTS, **shared, "slots_ptr": "*i32", "experts_ptr": "*i32",
+            **tables, **COUNTS, **shared, "slots_ptr": "*i32", "experts_ptr": "*i32",
             "chunks": "i32", "max_blocks": "i32", "ONE_CHUNK": False, "BLOCK_M": 16,
         }),
         (_route.sum_slots, {
-            **TABLES, "slots_ptr": "*fp32", "out_ptr": "*bf16", "width": "i32", "HAS_MAP": True,
+            **tables, "slots_ptr": "*fp32", "out_ptr": "*bf16", "width": "i32", "HAS_MAP": mapped,
             "TOP_K": 8, "BLOCK": 1024, "EARLY": capability >= 90,
         }),
     ):  # fmt: skip

@@ -16,11 +16,13 @@ BATCH_ARGUMENTS = ["num_slots", "map_size", "num_experts"]
 @triton.jit
 def local_expert(ids, map_ptr, map_size, num_experts, HAS_MAP: tl.constexpr):
     """Router's expert ids to this rank's; -1 for skipped slots and other ranks' experts."""
-    ids = ids.to(tl.int32)
+    # Ids of 64 bits are compared as they are: cut to 32, 2^32 would name expert 0.
+    if ids.dtype.primitive_bitwidth <= 32:
+        ids = ids.to(tl.int32)
     if HAS_MAP:
         known = (ids >= 0) & (ids < map_size)
-        ids = tl.load(map_ptr + tl.where(known, ids, 0), mask=known, other=-1).to(tl.int32)
-    return tl.where((ids >= 0) & (ids < num_experts), ids, -1)
+        ids = tl.load(map_ptr + tl.where(known, ids, 0), mask=known, other=-1)
+    return tl.where((ids >= 0) & (ids < num_experts), ids, -1).to(tl.int32)
 
 
 @triton.jit

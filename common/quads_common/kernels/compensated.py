@@ -17,6 +17,7 @@ from quads_common.compensation.moe import Gathering
 from quads_common.compensation.operands import InputCompensation
 from quads_common.compensation.staging import Staging
 from quads_common.format import QuantizedTensor
+from quads_common.gemm import check_bias
 from quads_common.kernels.compensated_gemm import compensated_gemm, exact_config
 from quads_common.kernels.compensated_rows import check_lists, compensate_rows
 from quads_common.kernels.gemm import GemmConfig, linear_config
@@ -47,6 +48,7 @@ def linear_compensated_triton(
         raise ValueError(f"weight must be one [N, K] matrix, got {list(weight.shape)}")
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x has K = {x.shape[-1]}, the weight has K = {weight.shape[-1]}")
+    check_bias("bias", bias, weight.shape[:1])
     rows = x.reshape(-1, x.shape[-1])
     stacked = QuantizedTensor(
         weight.packed.unsqueeze(0), weight.block_scale.unsqueeze(0), weight.global_scale.reshape(1)
@@ -87,14 +89,14 @@ def fused_moe_compensated_triton(
     activation = activation or Activation()
     gathering = gathering or Gathering()
     tokens, top_k = topk_ids.shape
-    check_shapes(x, w13, w2, topk_weights, topk_ids, activation)
+    check_shapes(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
     if apply_router_weight_on_input and top_k != 1:
         raise ValueError(f"apply_router_weight_on_input needs top_k = 1, got {top_k}")
     if tokens == 0:
         return torch.empty_like(x)
     router = topk_weights.contiguous()
     row_factor = router if apply_router_weight_on_input else None
-    routes = Routes(topk_ids.contiguous(), expert_map, w13.shape[0])
+    routes = Routes(topk_ids, expert_map, w13.shape[0])
     config = config or moe_config(tokens, top_k, w13.shape[0])
     first = form_config(config.gemm1, w13_input, exact)
     second = form_config(config.gemm2, w2_input, exact)
@@ -164,7 +166,7 @@ def fused_moe_compensated_hopper(
         raise ValueError(f"apply_router_weight_on_input needs top_k = 1, got {top_k}")
     check_lists(w2_input, experts, inner)
     router = topk_weights.float().contiguous()
-    routes = Routes(topk_ids.contiguous(), expert_map, experts)
+    routes = Routes(topk_ids, expert_map, experts)
     row_factor = router if apply_router_weight_on_input else None
     # As in ``moe``: overlap with the neighbours pays for the shortest kernels only.
     overlap = plan.form == "few"

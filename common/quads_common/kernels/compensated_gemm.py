@@ -13,7 +13,7 @@ from quads_common.compensation.operands import InputCompensation
 from quads_common.format import QuantizedTensor
 from quads_common.kernels import _compensated_gemm
 from quads_common.kernels.compensated_rows import CompensatedRows, Parts
-from quads_common.kernels.gemm import GemmConfig, grouped_gemm
+from quads_common.kernels.gemm import GemmConfig, check_operands, grouped_gemm
 from quads_common.kernels.route import RoutingTable
 from quads_common.weight_tiles import TileLayout
 
@@ -54,12 +54,17 @@ def compensated_gemm(
             router_weight=router_weight, layout=layout,
         )  # fmt: skip
         return
-    experts, n, width = weight.shape
     source = x.parts if x.parts is not None else x.operand
     assert source is not None and source.row_scale is not None, f"{x=}"
     stored = source.values.shape[1] if x.parts is not None else 1
     parts = triton.next_power_of_2(stored)
-    _check(source.width, weight, y, config, table, parts)
+    slots = source.values.shape[0] * top_k
+    check_operands(slots, source.width, weight, y, config.block_m, table, bias, router_weight)
+    experts, n, width = weight.shape
+    if parts > 1 and parts * config.block_m > MAX_ROWS:
+        raise ValueError(
+            f"{parts} parts of {config.block_m} rows are more than {MAX_ROWS}: see exact_config"
+        )
     columns = compensation.columns if x.hot is not None else None
     channels = 0
     if x.hot is not None:
@@ -103,27 +108,3 @@ def compensated_gemm(
         STAGES=config.stages, TILED=tiled, num_warps=config.warps, num_stages=config.stages,
         enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def _check(
-    k: int,
-    weight: QuantizedTensor,
-    y: torch.Tensor,
-    config: GemmConfig,
-    table: RoutingTable | None,
-    parts: int,
-) -> None:
-    experts, _, width = weight.shape
-    if table is None and experts != 1:
-        raise ValueError(f"a routing table is needed for {experts} experts")
-    if table is not None and table.block_m != config.block_m:
-        raise ValueError(f"the table has blocks of {table.block_m}, the tile {config.block_m}")
-    if parts > 1 and parts * config.block_m > MAX_ROWS:
-        raise ValueError(
-            f"{parts} parts of {config.block_m} rows are more than {MAX_ROWS}: see exact_config"
-        )
-    if k != width:
-        raise ValueError(f"x has K = {k}, the weights have K = {width}")
-    for name, tensor in (("packed", weight.packed), ("block_scale", weight.block_scale), ("y", y)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, has strides {list(tensor.stride())}")

@@ -12,14 +12,13 @@ import triton  # type: ignore[import-untyped]
 from quads_common.activation import Activation
 from quads_common.compensation.operands import InputCompensation
 from quads_common.compensation.staging import Staging
-from quads_common.format import BLOCK_SIZE, QuantizedTensor, check_block_aligned
+from quads_common.format import BLOCK_SIZE, QuantizedTensor
 from quads_common.kernels import _compensated
 from quads_common.kernels.route import Routes
 from quads_common.kernels.rows import (
-    MAX_WIDTH,
     PLANE_ALIGNMENT,
     Operand,
-    check_dtype,
+    check_rows,
     is_wide,
     row_tile,
 )
@@ -87,21 +86,15 @@ def compensate_rows(
     staging: where sampled rows are kept, as the quantizer sees them.
 
     Raises:
-        ValueError, TypeError: shapes or dtypes that do not fit; BF16 columns, or hot values in the
-            exact form, of activations for which these products would not be exact.
+        ValueError, TypeError: shapes, dtypes or strides that do not fit; BF16 columns, or hot
+            values in the exact form, of activations for which these products would not be exact.
     """
-    check_dtype(x)
-    if activation is not None and row_factor is not None:
-        raise ValueError("row_factor applies to the layer's input, not to an activation")
-    gated = activation is not None and activation.gated
-    rows, width = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
-    check_block_aligned(width, f"activations {list(x.shape)}")
-    if width > MAX_WIDTH:
-        raise ValueError(f"rows of {width} elements are too long: at most {MAX_WIDTH}")
+    rows, width = check_rows(x, activation, row_factor, routes)
     lists = 1 if routes is None else routes.num_experts
     check_lists(compensation, lists, width)
     if staging is not None:
-        _check_staging(staging, rows, width, 1 if routes is None else routes.topk_ids.shape[1])
+        top_k = 1 if routes is None else routes.topk_ids.shape[1]
+        _check_staging(staging, rows, width, top_k, x.dtype)
     x = x if x.stride(-1) == 1 else x.contiguous()
     rac = compensation.block_mask is not None
     channels = compensation.channels
@@ -133,6 +126,8 @@ def compensate_rows(
             x, compensation, exact, activation, row_factor, routes, width, values, row_scale, hot,
             stored, staging, next_may_start,
         )  # fmt: skip
+    else:
+        row_scale.fill_(1.0)  # of rows of no elements, as of zero rows
     quantized, residual = (*stored, None, None)[:2]
     parts = Parts(values, row_scale, width, rac, hot_part) if exact else None
     folded = Operand(values.squeeze(1), row_scale, width) if operand and not exact else None
@@ -174,7 +169,7 @@ def check_hot_bits(compensation: InputCompensation, width: int) -> None:
         )
 
 
-def _check_staging(staging: Staging, rows: int, width: int, top_k: int) -> None:
+def _check_staging(staging: Staging, rows: int, width: int, top_k: int, dtype: torch.dtype) -> None:
     sample_map, kept, groups = staging.sample_map, staging.rows, staging.groups
     if sample_map.numel() * top_k != rows or sample_map.dtype != torch.int32:
         raise ValueError(
@@ -186,6 +181,16 @@ def _check_staging(staging: Staging, rows: int, width: int, top_k: int) -> None:
             f"staged rows must be [places * {top_k}, {width}] with as many groups, got "
             f"{list(kept.shape)} and {list(groups.shape)}"
         )
+    for name, tensor, wanted in (
+        ("sample_map", sample_map, torch.int32),
+        ("staged rows", kept, dtype),
+        ("staged groups", groups, torch.int32),
+    ):
+        if tensor.dtype != wanted or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous {wanted}, got {tensor.dtype} with strides "
+                f"{list(tensor.stride())}"
+            )
 
 
 def _new_codes(

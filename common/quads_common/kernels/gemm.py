@@ -14,9 +14,9 @@ import torch
 import triton  # type: ignore[import-untyped]
 
 from quads_common.format import BLOCK_SIZE, QuantizedTensor
-from quads_common.gemm import ACT_FORMATS, ActFormat
+from quads_common.gemm import ACT_FORMATS, ActFormat, check_bias
 from quads_common.kernels import _gemm
-from quads_common.kernels.route import RoutingTable
+from quads_common.kernels.route import RoutingTable, check_power_of_two
 from quads_common.kernels.rows import Operand, quantize_rows
 from quads_common.weight_tiles import TileLayout
 
@@ -29,7 +29,11 @@ BATCH_INVARIANT_VARIABLE = "VLLM_BATCH_INVARIANT"
 class GemmConfig:
     """Tile of a program: block_m rows of activations, block_n rows of weights, block_k of K.
 
-    swap: compute w @ x.T, so that weights are the tensor cores' left operand. block_k: 128 or 256.
+    block_m, block_n: powers of two from 16 on. block_k: 128 or 256. swap: compute w @ x.T, so that
+    weights are the tensor cores' left operand. warps: a power of two. stages: at least 1.
+
+    Raises:
+        ValueError: another number.
     """
 
     block_m: int
@@ -42,6 +46,10 @@ class GemmConfig:
     def __post_init__(self) -> None:
         if self.block_k not in (128, 256):
             raise ValueError(f"block_k must be 128 or 256, got {self.block_k}")
+        for name, least in (("block_m", 16), ("block_n", 16), ("warps", 1)):
+            check_power_of_two(name, getattr(self, name), least)
+        if self.stages < 1:
+            raise ValueError(f"stages must be at least 1, got {self.stages}")
 
 
 def linear_triton(
@@ -57,6 +65,7 @@ def linear_triton(
         raise ValueError(f"weight must be one [N, K] matrix, got {list(weight.shape)}")
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x has K = {x.shape[-1]}, the weight has K = {weight.shape[-1]}")
+    check_bias("bias", bias, weight.shape[:1])
     if act not in ACT_FORMATS:
         raise ValueError(f"act {act!r} is not one of {list(ACT_FORMATS)}")
     rows = x.reshape(-1, x.shape[-1])
@@ -104,17 +113,13 @@ def grouped_gemm(
     weight: [E, N, K], contiguous. y: [slots, N], contiguous; written where the table has the slot.
     top_k: slots per row of x. bias: [E, N] or [N]. router_weight: [slots]. Without a table E is 1.
     layout: of tiled weights; None: canonical order.
+
+    Raises:
+        ValueError: tensors that do not fit together.
     """
-    experts, n, width = weight.shape
-    if table is None and experts != 1:
-        raise ValueError(f"a routing table is needed for {experts} experts")
-    if table is not None and table.block_m != config.block_m:
-        raise ValueError(f"the table has blocks of {table.block_m}, the tile {config.block_m}")
-    if x.width != width:
-        raise ValueError(f"x has K = {x.width}, the weights have K = {width}")
-    for name, tensor in (("packed", weight.packed), ("block_scale", weight.block_scale), ("y", y)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, has strides {list(tensor.stride())}")
+    slots = x.values.shape[0] * top_k
+    check_operands(slots, x.width, weight, y, config.block_m, table, bias, router_weight)
+    n, width = weight.shape[1:]
     if y.numel() == 0:
         return
     if width == 0:
@@ -142,6 +147,47 @@ def grouped_gemm(
         STAGES=config.stages, TILED=tiled, num_warps=config.warps, num_stages=config.stages,
         enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def check_operands(
+    slots: int,
+    k: int,
+    weight: QuantizedTensor,
+    y: torch.Tensor,
+    block_m: int,
+    table: RoutingTable | None,
+    bias: torch.Tensor | None,
+    router_weight: torch.Tensor | None,
+) -> None:
+    """Raise ``ValueError`` for arguments of ``grouped_gemm`` that do not fit together.
+
+    slots, k: x has so many rows, each counted ``top_k`` times, of so many elements.
+    """
+    shape = weight.shape
+    if len(shape) != 3 or weight.per_token:
+        raise ValueError(f"weight must be [E, N, K] with E global scales, got {list(shape)}")
+    experts, n, width = shape
+    if table is None and experts != 1:
+        raise ValueError(f"a routing table is needed for {experts} experts")
+    if table is not None and table.block_m != block_m:
+        raise ValueError(f"the table has blocks of {table.block_m}, the tile {block_m}")
+    if k != width:
+        raise ValueError(f"x has K = {k}, the weights have K = {width}")
+    if y.shape != (slots, n):
+        raise ValueError(f"y must be {[slots, n]}, got {list(y.shape)}")
+    one_row = experts == 1 and bias is not None and bias.ndim == 1
+    check_bias("bias", bias, (n,) if one_row else (experts, n))
+    if router_weight is not None and router_weight.numel() != slots:
+        raise ValueError(f"router_weight must be [{slots}], got {list(router_weight.shape)}")
+    for name, tensor in (
+        ("packed", weight.packed),
+        ("block_scale", weight.block_scale),
+        ("global_scale", weight.global_scale),
+        ("router_weight", router_weight),
+        ("y", y),
+    ):
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, has strides {list(tensor.stride())}")
 
 
 assert BLOCK_SIZE == 16  # two int32 words of codes for each block scale

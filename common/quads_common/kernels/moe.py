@@ -88,7 +88,7 @@ def fused_moe_hopper(
             expert_map=expert_map, apply_router_weight_on_input=apply_router_weight_on_input,
         )  # fmt: skip
     router = topk_weights.float().contiguous()
-    routes = Routes(topk_ids.contiguous(), expert_map, experts)
+    routes = Routes(topk_ids, expert_map, experts)
     row_factor = router if apply_router_weight_on_input else None
     # Measured: overlap with the neighbours pays for the shortest kernels only.
     overlap = plan.form == "few"
@@ -123,11 +123,14 @@ def fused_moe_triton(
     """
     activation = activation or Activation()
     tokens, top_k = topk_ids.shape
-    check_call(x, w13, w2, topk_weights, topk_ids, activation, act, apply_router_weight_on_input)
+    check_call(
+        x, w13, w2, topk_weights, topk_ids, activation, act, apply_router_weight_on_input,
+        w13_bias, w2_bias,
+    )  # fmt: skip
     if tokens == 0:
         return torch.empty_like(x)
     router = topk_weights.contiguous()
-    routes = Routes(topk_ids.contiguous(), expert_map, w13.shape[0])
+    routes = Routes(topk_ids, expert_map, w13.shape[0])
     config = config or moe_config(tokens, top_k, w13.shape[0])
     table = make_table(routes, config.gemm1.block_m)
     quantized = act == "nvfp4"
@@ -159,9 +162,11 @@ def check_call(
     activation: Activation,
     act: str,
     apply_router_weight_on_input: bool,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
 ) -> None:
     """Raise ``ValueError`` for arguments that ``fused_moe`` refuses."""
-    check_shapes(x, w13, w2, topk_weights, topk_ids, activation)
+    check_shapes(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
     if act not in ACT_FORMATS:
         raise ValueError(f"act {act!r} is not one of {list(ACT_FORMATS)}")
     if apply_router_weight_on_input and topk_ids.shape[1] != 1:

@@ -4,19 +4,21 @@ Weights are written into existing storage in place, without a host synchronizati
 through ``units``, which needs fewer launches.
 """
 
+import math
+
 import torch
 import triton  # type: ignore[import-untyped]
 
 from quads_common.format import (
     BLOCK_SIZE,
     GLOBAL_SCALE_RULES,
-    WEIGHT_AMAX_MAX,
     GlobalScaleRule,
     QuantizedTensor,
     check_block_aligned,
 )
 from quads_common.kernels import _quantize
 from quads_common.kernels.rows import Tile, best_split, check_dtype, is_wide, quantize_rows
+from quads_common.quantize import quantize
 
 __all__ = ["quantize_triton", "quantize_weight_into", "weight_amax_triton"]
 
@@ -98,9 +100,9 @@ def quantize_weight_into(
             )
     if x.shape[0] == 0:
         return nonfinite
-    out = packed.reshape(-1, rows, width // 2) if packed.ndim == 2 else packed
+    out = packed.unsqueeze(0) if packed.ndim == 2 else packed
     scale = block_scale.view(torch.uint8)
-    scale = scale.reshape(-1, rows, width // BLOCK_SIZE) if scale.ndim == 2 else scale
+    scale = scale.unsqueeze(0) if scale.ndim == 2 else scale
     tile = weight_tile(width)
     grid, column_tiles = _weight_grid(x, tile)
     _quantize.quantize_weight_kernel[grid](
@@ -124,32 +126,56 @@ def quantize_triton(
 ) -> QuantizedTensor:
     """``quads_common.quantize.quantize``: same arguments, results and errors. Has no gradient.
 
-    For a weight it reads the device once, to raise ``ValueError`` on NaN and Inf; loaders use
-    ``quantize_weight_into``.
+    Of several errors at once it may raise another, and rows of per_token=True are at most
+    ``rows.MAX_WIDTH`` long (``ValueError``). For a weight it reads the device once, to raise
+    ``ValueError`` on NaN and Inf; loaders use ``quantize_weight_into``.
     """
-    check_block_aligned(x.shape[-1], f"{name} {list(x.shape)}")
+    check_dtype(x)
+    if x.ndim == 0:
+        raise ValueError(f"{name}: cannot quantize a scalar, K is the last dimension")
+    lead, width = x.shape[:-1], x.shape[-1]
+    check_block_aligned(width, f"{name} {list(x.shape)}")
     if per_token:
         if amax is not None or global_scale_rule != "pow2":
             raise ValueError("amax and global_scale_rule are for weights, not for per_token=True")
-        q = quantize_rows(x.reshape(-1, x.shape[-1]), packed=True, operand=False).quantized
+        rows = x.reshape(math.prod(lead), width)
+        q = quantize_rows(rows, packed=True, operand=False).quantized
         assert q is not None
         return QuantizedTensor(
-            q.packed.reshape(*x.shape[:-1], -1),
-            q.block_scale.reshape(*x.shape[:-1], -1),
-            q.global_scale.reshape(*x.shape[:-1], 1),
+            q.packed.reshape(*lead, width // 2),
+            q.block_scale.reshape(*lead, width // BLOCK_SIZE),
+            q.global_scale.reshape(*lead, 1),
         )
-    shape = x.shape[:-1]
-    packed = torch.empty((*shape, x.shape[-1] // 2), dtype=torch.uint8, device=x.device)
-    block_scale = torch.empty(
-        (*shape, x.shape[-1] // BLOCK_SIZE), dtype=torch.float8_e4m3fn, device=x.device
-    )
-    global_scale = torch.empty(x.shape[:-2], dtype=torch.float32, device=x.device)
+    return _quantize_weight(x, amax, global_scale_rule, name)
+
+
+def _quantize_weight(
+    x: torch.Tensor, amax: torch.Tensor | None, rule: GlobalScaleRule, name: str
+) -> QuantizedTensor:
+    """x: [..., K], at least one dimension."""
+    lead, width = x.shape[:-1], x.shape[-1]
+    if amax is not None and amax.shape != lead[:-1]:
+        raise ValueError(f"{name}: amax must have shape {list(lead[:-1])}, got {list(amax.shape)}")
+    count, rows = math.prod(lead[:-1]), lead[-1] if lead else 1
+    packed = x.new_empty((count, rows, width // 2), dtype=torch.uint8)
+    block_scale = x.new_empty((count, rows, width // BLOCK_SIZE), dtype=torch.float8_e4m3fn)
+    global_scale = x.new_empty((count,), dtype=torch.float32)
     nonfinite = quantize_weight_into(
-        x, packed, block_scale, global_scale, amax=amax, global_scale_rule=global_scale_rule
+        x.reshape(count, rows, width),
+        packed,
+        block_scale,
+        global_scale,
+        amax=None if amax is None else amax.to(torch.bfloat16).float().reshape(count),
+        global_scale_rule=rule,
     )
     if bool(nonfinite.any()):
-        raise ValueError(f"{name} holds NaN or Inf, or a magnitude above {WEIGHT_AMAX_MAX:.4g}")
-    return QuantizedTensor(packed, block_scale, global_scale)
+        quantize(x, amax=amax, global_scale_rule=rule, name=name)  # raises, with both maxima
+        raise AssertionError(f"the kernel refused {name} {list(x.shape)}, the torch code did not")
+    return QuantizedTensor(
+        packed.reshape(*lead, width // 2),
+        block_scale.reshape(*lead, width // BLOCK_SIZE),
+        global_scale.reshape(lead[:-1]),
+    )
 
 
 def _matrices(weight: torch.Tensor) -> torch.Tensor:
@@ -174,9 +200,10 @@ def amax_tile(width: int) -> Tile:
 
 def _weight_grid(x: torch.Tensor, tile: Tile) -> tuple[tuple[int, int], int]:
     """The grid, and how many tiles lie side by side."""
-    column_tiles = triton.cdiv(x.shape[2], tile.blocks * BLOCK_SIZE)
-    row_tiles = triton.cdiv(x.shape[1], tile.rows * tile.chunks)
-    return (max(1, row_tiles * column_tiles), x.shape[0]), column_tiles
+    # An empty matrix has a program too, which writes the global scale.
+    column_tiles = max(1, triton.cdiv(x.shape[2], tile.blocks * BLOCK_SIZE))
+    row_tiles = max(1, triton.cdiv(x.shape[1], tile.rows * tile.chunks))
+    return (row_tiles * column_tiles, x.shape[0]), column_tiles
 
 
 def _check_storage(

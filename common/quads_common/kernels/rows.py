@@ -69,23 +69,21 @@ def quantize_rows(
     """Activation function, rounding to the model's dtype and per-token quantization, in one pass.
 
     x: [rows, K] bf16, fp16 or fp32, [rows, 2 * K] for a gated ``activation``. quantized: False
-        leaves the values alone (W4A16) and only reorders. row_factor: [rows] multiplies x first.
+        leaves the values alone (W4A16) and only reorders. row_factor: [rows] or [rows, 1] bf16,
+        fp16 or fp32, contiguous, multiplies x first.
     routes: rows are slots of a batch; those of skipped slots are left uninitialized.
     operand, packed, product: which results to write; product is the activation's, [rows, K].
     next_may_start: the next kernel, one that waits by itself, starts before this one ends (sm_90).
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or strides that do not fit, naming the argument;
+            results that exclude each other.
     """
-    check_dtype(x)
-    if activation is not None and row_factor is not None:
-        raise ValueError("row_factor applies to the layer's input, not to an activation")
+    rows, width = check_rows(x, activation, row_factor, routes)
     if packed and not quantized:
         raise ValueError("packed codes need quantized=True")
     if operand and not quantized and x.dtype == torch.float32:
         raise ValueError("float32 activations have no exact 16-bit operand: use act='nvfp4'")
-    rows = x.shape[0]
-    width = x.shape[1] // 2 if activation is not None and activation.gated else x.shape[1]
-    check_block_aligned(width, f"activations {list(x.shape)}")
-    if width > MAX_WIDTH:
-        raise ValueError(f"rows of {width} elements are too long: at most {MAX_WIDTH}")
     if x.stride(-1) != 1:
         x = x.contiguous()
     new = _Outputs(x, rows, width)
@@ -99,7 +97,53 @@ def quantize_rows(
             x, activation, quantized, row_factor, routes, result, new.global_scale, width,
             next_may_start,
         )  # fmt: skip
+    elif quantized:
+        new.global_scale.fill_(1.0)  # of rows of no elements, as of zero rows
     return result
+
+
+def check_rows(
+    x: torch.Tensor,
+    activation: Activation | None,
+    row_factor: torch.Tensor | None,
+    routes: Routes | None,
+) -> tuple[int, int]:
+    """Rows and K that a quantizer makes of these arguments of ``quantize_rows``.
+
+    Raises:
+        ValueError, TypeError: what does not fit, naming the argument and what is allowed.
+    """
+    check_dtype(x)
+    if x.ndim != 2:
+        raise ValueError(f"x must be [rows, K], got {list(x.shape)}")
+    rows, width = x.shape
+    if activation is not None and activation.gated:
+        if width % 2:
+            raise ValueError(f"x must be [rows, 2 * K] for {activation.name}, got {list(x.shape)}")
+        width //= 2
+    check_block_aligned(width, f"activations {list(x.shape)}")
+    if width > MAX_WIDTH:
+        raise ValueError(f"rows of {width} elements are too long: at most {MAX_WIDTH}")
+    if row_factor is not None:
+        if activation is not None:
+            raise ValueError("row_factor applies to the layer's input, not to an activation")
+        _check_factor(row_factor, rows, x.device)
+    if routes is not None and routes.topk_ids.numel() != rows:
+        raise ValueError(
+            f"routes must have {rows} slots, one for each row of x, got topk_ids "
+            f"{list(routes.topk_ids.shape)}"
+        )
+    return rows, width
+
+
+def _check_factor(factor: torch.Tensor, rows: int, device: torch.device) -> None:
+    fits = tuple(factor.shape) in ((rows,), (rows, 1)) and factor.is_contiguous()
+    if not fits or factor.dtype not in INPUT_DTYPES or factor.device != device:
+        raise ValueError(
+            f"row_factor must be [{rows}] or [{rows}, 1], contiguous, on {device}, of one of "
+            f"{[str(d) for d in INPUT_DTYPES]}; got {factor.dtype} {list(factor.shape)} with "
+            f"strides {list(factor.stride())} on {factor.device}"
+        )
 
 
 class _Outputs:

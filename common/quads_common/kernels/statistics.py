@@ -65,8 +65,9 @@ def _launch(inputs: list[StagedInput], offered: int) -> None:
         "num_warps": WARPS,
     }
     _statistics.measure_rows_kernel[(len(inputs), rows)](
-        table, found, rows, offered, GROUPS=groups, BLOCKS=min(ROW_BLOCKS, blocks), **shape
-    )
+        table, found, rows, offered, GROUPS=groups, BLOCKS=min(ROW_BLOCKS, blocks),
+        enable_fp_fusion=False, **shape,
+    )  # fmt: skip
     tile = min(TILE_BLOCKS, blocks)
     _statistics.observe_kernel[(groups, triton.cdiv(width, tile * 16), len(inputs))](
         table, found, rows, first.served.alpha, CHUNK=CHUNK, BLOCKS=tile,

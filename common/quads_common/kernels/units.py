@@ -162,7 +162,7 @@ class UnitQuantizer:
             def interpret(full, stage, tables, numbers):  # type: ignore[no-untyped-def]
                 stage = no_stage if stage is None else stage
                 tensors = (full, stage, *self.storage, tables.maxima, tables.counters)
-                kernel[grid](*tensors, *numbers, **constants)
+                kernel[grid](*tensors, *numbers, **constants, enable_fp_fusion=False)
 
             return interpret
         tables = self._tables

@@ -25,6 +25,7 @@ SHAPES = {"small": (160, 48, 4, 2)}
 GROUPS = [
     compare_quantize.weights,
     compare_quantize.weight_storage,
+    compare_quantize.same_answers,
     compare_quantize.tokens,
     compare_quantize.activations,
     compare_quantize.odd_addresses,
