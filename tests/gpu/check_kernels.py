@@ -61,6 +61,7 @@ def poison_fresh_memory() -> None:
 GROUPS = {
     "weights": compare_quantize.weights,
     "storage": compare_quantize.weight_storage,
+    "same answers": compare_quantize.same_answers,
     "tokens": compare_quantize.tokens,
     "activations": compare_quantize.activations,
     "odd addresses": compare_quantize.odd_addresses,

@@ -24,6 +24,7 @@ from quads_common.compensation.operands import (
     compensated_operands,
 )
 from quads_common.format import QuantizedTensor
+from quads_common.gemm import check_bias
 from quads_common.packing import unscaled_values
 
 __all__ = ["FoldedOperand", "fold", "fold_error_bound", "linear_folded"]
@@ -90,6 +91,7 @@ def linear_folded(
     """
     if compensation.columns is not None:
         raise ValueError("BF16 columns (splice_weight 'bf16') cannot be folded into one operand")
+    check_bias("bias", bias, weight.shape[:1])
     folded = fold(compensated_operands(x, compensation))
     acc = folded.values.float() @ unscaled_values(weight.packed, weight.block_scale).T
     y = acc * (folded.row_scale * weight.global_scale)

@@ -5,6 +5,7 @@ import torch
 from quads_common.compensation.operands import InputCompensation, compensated_operands, product
 from quads_common.compensation.staging import Staging, stage
 from quads_common.format import INPUT_DTYPES, QuantizedTensor
+from quads_common.gemm import check_bias
 
 __all__ = ["linear_compensated"]
 
@@ -34,6 +35,7 @@ def linear_compensated(
         raise TypeError(f"x must be one of {[str(d) for d in INPUT_DTYPES]}, got {x.dtype}")
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x has K = {x.shape[-1]}, the weight has K = {weight.shape[-1]}")
+    check_bias("bias", bias, weight.shape[:1])
     rows = x.reshape(-1, x.shape[-1])
     if staging is not None:
         stage(staging, rows)

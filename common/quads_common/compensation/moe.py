@@ -58,7 +58,7 @@ def fused_moe_compensated(
     """
     activation = activation or Activation()
     gathering = gathering or Gathering()
-    check_shapes(x, w13, w2, topk_weights, topk_ids, activation)
+    check_shapes(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
     ids = local_expert_ids(topk_ids, expert_map)
     slot_weights = topk_weights.float()
     if apply_router_weight_on_input:

@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from quads_common.activation import Activation
+from quads_common.compensation.fold import linear_folded
+from quads_common.compensation.linear import linear_compensated
+from quads_common.compensation.moe import fused_moe_compensated
 from quads_common.compensation.operands import InputCompensation
 from quads_common.compensation.staging import Staging, new_staging
 from quads_common.gemm import linear
+from quads_common.kernels.blackwell.linear import linear_blackwell
+from quads_common.kernels.blackwell.moe import fused_moe_blackwell
 from quads_common.kernels.compensated import (
     fused_moe_compensated_triton,
     linear_compensated_triton,
@@ -55,7 +60,9 @@ def test_linears_take_no_bias_of_another_shape(generator, shape):
     want = (ValueError, f"bias must be [24], got {list(shape)}")
     assert error_of(linear, x, weight, bias) == want
     assert error_of(linear_triton, x, weight, bias) == want
-    assert error_of(linear_compensated_triton, x, weight, bias, compensation=NONE) == want
+    for compensated_linear in (linear_compensated, linear_compensated_triton, linear_folded):
+        assert error_of(compensated_linear, x, weight, bias, compensation=NONE) == want
+    assert error_of(linear_blackwell, x, weight, bias) == want
 
 
 @pytest.mark.parametrize("name, n", [("w13_bias", 2 * INNER), ("w2_bias", HIDDEN)])
@@ -66,7 +73,9 @@ def test_layers_take_no_bias_of_another_shape(layer, name, n):
         want = (ValueError, f"{name} must be {[EXPERTS, n]}, got {list(shape)}")
         assert error_of(fused_moe, *layer, **bias) == want
         assert error_of(fused_moe_triton, *layer, **bias) == want
-        assert error_of(fused_moe_compensated_triton, *layer, **bias, **lists) == want
+        for compensated_layer in (fused_moe_compensated, fused_moe_compensated_triton):
+            assert error_of(compensated_layer, *layer, **bias, **lists) == want
+        assert error_of(fused_moe_blackwell, *layer, **bias) == want
 
 
 @pytest.mark.parametrize("columns", [False, True], ids=["plain", "columns"])

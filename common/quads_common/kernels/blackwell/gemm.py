@@ -19,6 +19,7 @@ from quads_common.compensation.operands import InputCompensation
 from quads_common.format import BLOCK_SIZE, QuantizedTensor
 from quads_common.kernels.blackwell import _gemm
 from quads_common.kernels.blackwell.rows import PackedRows
+from quads_common.kernels.gemm import check_operands
 from quads_common.kernels.route import RoutingTable
 
 __all__ = ["Fp4Config", "fp4_config", "grouped_gemm_fp4"]
@@ -84,7 +85,9 @@ def grouped_gemm_fp4(
     """
     n, width = weight.shape[1:]
     lists = _present(compensation)
-    _check(x, weight, y, config, lists, table)
+    slots = x.packed.shape[1] * top_k
+    check_operands(slots, x.width, weight, y, config.block_m, table, bias, router_weight)
+    _check(x, weight, lists)
     if y.numel() == 0:
         return
     if width == 0:
@@ -141,18 +144,9 @@ def _present(lists: InputCompensation | None) -> InputCompensation:
 def _check(
     x: PackedRows,
     weight: QuantizedTensor,
-    y: torch.Tensor,
-    config: Fp4Config,
     lists: InputCompensation,
-    table: RoutingTable | None,
 ) -> None:
-    experts, n, width = weight.shape
-    if table is None and experts != 1:
-        raise ValueError(f"a routing table is needed for {experts} experts")
-    if table is not None and table.block_m != config.block_m:
-        raise ValueError(f"the table has blocks of {table.block_m}, the tile {config.block_m}")
-    if x.width != width:
-        raise ValueError(f"x has K = {x.width}, the weights have K = {width}")
+    experts, n, _ = weight.shape
     if x.has_residual != (lists.block_mask is not None):
         raise ValueError("a residual and a block mask belong together")
     if (x.hot is None) != (lists.channels is None):
@@ -168,7 +162,6 @@ def _check(
                 f"{list(lists.columns.shape)}"
             )
     for name, tensor in (
-        ("packed", weight.packed), ("block_scale", weight.block_scale), ("y", y),
         ("block_mask", lists.block_mask), ("channels", lists.channels), ("columns", lists.columns),
     ):  # fmt: skip
         if tensor is not None and not tensor.is_contiguous():

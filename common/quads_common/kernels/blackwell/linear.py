@@ -7,7 +7,7 @@ import torch
 from quads_common.compensation.operands import InputCompensation
 from quads_common.compensation.staging import Staging
 from quads_common.format import QuantizedTensor
-from quads_common.gemm import ActFormat
+from quads_common.gemm import ActFormat, check_bias
 from quads_common.kernels.blackwell.gemm import Fp4Config, fp4_config, grouped_gemm_fp4
 from quads_common.kernels.blackwell.rows import pack_rows
 from quads_common.kernels.gemm import linear_triton
@@ -38,6 +38,7 @@ def linear_blackwell(
         raise ValueError(f"weight must be one [N, K] matrix, got {list(weight.shape)}")
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x has K = {x.shape[-1]}, the weight has K = {weight.shape[-1]}")
+    check_bias("bias", bias, weight.shape[:1])
     rows = x.reshape(-1, x.shape[-1])
     lists = compensation or InputCompensation()
     if lists.columns is not None:

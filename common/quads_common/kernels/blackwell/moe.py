@@ -53,11 +53,14 @@ def fused_moe_blackwell(
             apply_router_weight_on_input=apply_router_weight_on_input,
         )  # fmt: skip
     tokens, top_k = topk_ids.shape
-    check_call(x, w13, w2, topk_weights, topk_ids, activation, act, apply_router_weight_on_input)
+    check_call(
+        x, w13, w2, topk_weights, topk_ids, activation, act, apply_router_weight_on_input,
+        w13_bias, w2_bias,
+    )  # fmt: skip
     if tokens == 0:
         return torch.empty_like(x)
     router = topk_weights.contiguous()
-    routes = Routes(topk_ids.contiguous(), expert_map, w13.shape[0])
+    routes = Routes(topk_ids, expert_map, w13.shape[0])
     row_factor = router if apply_router_weight_on_input else None
     w13_input, w2_input = w13_input or InputCompensation(), w2_input or InputCompensation()
     # The tiles of both GEMMs have block_m in common, hence one routing table.
