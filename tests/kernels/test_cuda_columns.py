@@ -18,6 +18,7 @@ from quads_common.activation import Activation
 from quads_common.compensation.operands import InputCompensation
 from quads_common.kernels import cuda, hopper
 from quads_common.kernels.cuda import nvrtc
+from quads_common.kernels.cuda.cubin_cache import CACHE_VARIABLE
 from quads_common.kernels.hopper import decode_plan, moe_defines, why_not_hopper
 from quads_common.kernels.hopper_columns import HotColumns, column_counts, hot_columns
 from quads_common.kernels.hopper_memory import (
@@ -40,7 +41,7 @@ SPILLED = {(4096, 384): {"moe_down": 8}}
 @needs_nvrtc
 @pytest.mark.parametrize("shape, rac", [(SHAPES[0], False), (SHAPES[1], True)], ids=str)
 def test_what_kernels_with_columns_take(tmp_path, monkeypatch, shape, rac):
-    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     defines = moe_defines(torch.float16, *shape, False, rac, True, (64, 32))
     cubin = nvrtc.compile_cubin("moe", "sm_90a", defines)
     usage = re.findall(

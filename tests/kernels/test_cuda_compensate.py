@@ -18,6 +18,7 @@ from quads_common.compensation.fold import fold
 from quads_common.compensation.operands import InputCompensation, compensated_operands
 from quads_common.kernels import cuda, hopper
 from quads_common.kernels.cuda import nvrtc
+from quads_common.kernels.cuda.cubin_cache import CACHE_VARIABLE
 from quads_common.kernels.hopper import moe_defines
 from tests.common.bits import assert_same_bits
 from tests.kernels.compensated_cases import Preset, enlarge_hot, hot_rows
@@ -31,7 +32,7 @@ HEADING = "// ---- the quantizer of `quads_common.quantize`"
 
 @needs_nvrtc
 def test_kernels_that_compensate_do_not_spill(tmp_path, monkeypatch):
-    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     defines = moe_defines(torch.float16, 2048, 768, False, True, True)
     usage = re.findall(
         r"Function (\w+):\s+REG:(\d+) STACK:(\d+)",
