@@ -132,7 +132,9 @@ def test_damaged_nvrtc_is_an_error(monkeypatch, tmp_path):
         (32, 2880, 2880, SILU, "hidden 2880 and intermediate 2880 are not both multiples of 128"),
         (128, 2688, 464, SILU, "not both multiples of 128"),
         (32, 2048, 768, Activation("swigluoai"), r"activation 'swigluoai' \(only 'silu'\)"),
-        (1024, 2048, 768, SILU, "1024 experts"),
+        (1024, 2048, 768, SILU, r"1024 experts \(1 to 512\)"),
+        (0, 2048, 768, SILU, r"0 experts \(1 to 512\)"),
+        (-1, 2048, 768, SILU, "-1 experts"),
         (8, 32768, 1024, SILU, "do not fit in shared memory"),
     ],
 )
@@ -154,6 +156,13 @@ def test_why_not_hopper(experts, hidden, inner, activation, reason):
 )
 def test_forms_of_qwen3_30b_a3b(tokens, plan):
     assert decode_plan(tokens, 8, 128, 2048, 768, 132) == plan
+
+
+def test_what_has_no_form_is_an_error():
+    with pytest.raises(ValueError, match=r"0 experts \(1 to 512\)"):
+        decode_plan(64, 8, 0, 2048, 768, 132)
+    with pytest.raises(ValueError, match=r"form 'bogus' is not one of \['fused', 'pair', 'few'\]"):
+        launches("bogus", 8, 2048, 768)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 33, 100, 500, 4096, 70000])
