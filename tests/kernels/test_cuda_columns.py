@@ -18,6 +18,7 @@ from quads_common.activation import Activation
 from quads_common.compensation.operands import InputCompensation
 from quads_common.kernels import cuda, hopper
 from quads_common.kernels.cuda import nvrtc
+from quads_common.kernels.cuda.cubin_cache import CACHE_VARIABLE
 from quads_common.kernels.hopper import decode_plan, moe_defines, why_not_hopper
 from quads_common.kernels.hopper_columns import HotColumns, column_counts, hot_columns
 from quads_common.kernels.hopper_memory import (
@@ -31,6 +32,7 @@ from tests.kernels.offline import cuobjdump
 from tests.kernels.test_hopper import SHAPES, needs_nvrtc
 
 FOLDER = cuda.__path__[0]
+CPU = torch.device("cpu")
 
 
 # Bytes of a thread's stack, with an odd number of stages of 128 (docs/performance.md).
@@ -40,7 +42,7 @@ SPILLED = {(4096, 384): {"moe_down": 8}}
 @needs_nvrtc
 @pytest.mark.parametrize("shape, rac", [(SHAPES[0], False), (SHAPES[1], True)], ids=str)
 def test_what_kernels_with_columns_take(tmp_path, monkeypatch, shape, rac):
-    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     defines = moe_defines(torch.float16, *shape, False, rac, True, (64, 32))
     cubin = nvrtc.compile_cubin("moe", "sm_90a", defines)
     usage = re.findall(
@@ -89,8 +91,9 @@ def test_sum_over_columns(tmp_path, count):
 @pytest.mark.parametrize("tokens", [1, 33, 100, 4096])
 def test_rows_with_columns_fit_in_shared_memory(tokens, hidden, inner, columns):
     up, down = row_bytes(hidden, inner, columns)
-    for row, operand, count in ((up, 2 * hidden, columns[0]), (down, 2 * inner, columns[1])):
-        assert row >= operand + 2 * count
+    padded = -(-hidden // 256) * 256  # 8 planes of 32
+    for row, operand, count in ((up, 2 * padded, columns[0]), (down, 2 * inner, columns[1])):
+        assert 0 <= row - (operand + 2 * count) <= 32
         assert row % 128 in (32, 96)  # 16-byte copies; banks
     assert why_not_hopper(8, hidden, inner, Activation(), columns) is None
     plan = decode_plan(tokens, 2, 8, hidden, inner, 132, columns)
@@ -119,7 +122,8 @@ def test_rows_with_columns_fit_in_shared_memory(tokens, hidden, inner, columns):
     [
         ((64, 32), None),
         ((0, 0), None),
-        ((20, 32), r"20 BF16 columns of w13 \(multiples of 16 up to 128\)"),
+        ((20, 32), r"20 BF16 columns of w13 \(multiples of 16 from 0 to 128\)"),
+        ((-16, 0), "-16 BF16 columns of w13"),
         ((64, 144), "144 BF16 columns of w2"),
     ],
 )
@@ -141,7 +145,7 @@ def test_columns_of_a_layer():
     assert only_first.channels is None
     only_second = hot_columns(nothing, bf16(3, 0), second)
     assert only_second.counts == (0, 32)
-    only_second.check(3, 2, 4, 4)
+    only_second.check(3, 2, 4, 4, CPU)
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -159,6 +163,7 @@ def bf16(*shape: int) -> torch.Tensor:
         ({"channels": torch.zeros((3, 32), dtype=torch.int32)}, "need the values or the channels"),
         ({"channels": torch.zeros((2, 32), dtype=torch.int64)}, "channels must be torch.int32"),
         ({"w2": bf16(2, 32, 4).transpose(1, 2)}, "w2 columns must be .* contiguous"),
+        ({"w13": bf16(2, 8, 16).to("meta")}, "w13 columns must be .* on cpu, got .* on meta"),
         ({"w2": bf16(257)[1:].view(2, 4, 32)}, "must start at a multiple of 16 bytes"),
     ],
 )
@@ -166,6 +171,6 @@ def test_arguments_that_are_refused(changed, message):
     good = HotColumns(
         bf16(2, 8, 16), bf16(3, 16), bf16(2, 4, 32), torch.zeros((2, 32), dtype=torch.int32)
     )
-    good.check(3, 2, 4, 4)
+    good.check(3, 2, 4, 4, CPU)
     with pytest.raises(ValueError, match=message):
-        replace(good, **changed).check(3, 2, 4, 4)
+        replace(good, **changed).check(3, 2, 4, 4, CPU)

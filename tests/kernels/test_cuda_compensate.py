@@ -18,10 +18,12 @@ from quads_common.compensation.fold import fold
 from quads_common.compensation.operands import InputCompensation, compensated_operands
 from quads_common.kernels import cuda, hopper
 from quads_common.kernels.cuda import nvrtc
+from quads_common.kernels.cuda.cubin_cache import CACHE_VARIABLE
 from quads_common.kernels.hopper import moe_defines
 from tests.common.bits import assert_same_bits
 from tests.kernels.compensated_cases import Preset, enlarge_hot, hot_rows
 from tests.kernels.offline import cuobjdump
+from tests.kernels.shifted_rows import shifted_rows, shifts_of
 from tests.kernels.test_hopper import needs_nvrtc
 
 FOLDER = cuda.__path__[0]
@@ -31,7 +33,7 @@ HEADING = "// ---- the quantizer of `quads_common.quantize`"
 
 @needs_nvrtc
 def test_kernels_that_compensate_do_not_spill(tmp_path, monkeypatch):
-    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     defines = moe_defines(torch.float16, 2048, 768, False, True, True)
     usage = re.findall(
         r"Function (\w+):\s+REG:(\d+) STACK:(\d+)",
@@ -88,6 +90,20 @@ def test_hot_values_are_gathered(library):
     assert_same_bits(got, want, f"{width}")
 
 
+def compensate(run, x: torch.Tensor, split: int, lists: InputCompensation, lanes: int):
+    """float16 values in planes and row scales; rows from ``split`` on have the second lists."""
+    values, scales = in_planes(x).view(torch.int16), torch.zeros(len(x))
+    mask, bits = lists.block_mask, lists.hot_bits
+    run.compensate(
+        ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(scales.data_ptr()), len(x), split,
+        ctypes.c_void_p(None if mask is None else mask.data_ptr()),
+        ctypes.c_void_p(None if bits is None else bits.data_ptr()),
+        ctypes.c_float(lists.alpha), mask is not None, bits is not None,
+        lists.columns is not None, lanes,
+    )  # fmt: skip
+    return values.view(torch.float16), scales
+
+
 @pytest.mark.parametrize("lanes", [1, 2, 4])
 @pytest.mark.parametrize(
     "preset",
@@ -119,22 +135,26 @@ def test_rows_equal_torch(library, preset, lanes):
             x[-1, 7], x[-2, 9] = torch.nan, -torch.inf
             if lists.channels is not None:
                 x[5, lists.channels[0, 1]] = torch.inf
-        values, scales = in_planes(x).view(torch.int16), torch.zeros(count)
-        mask, bits = lists.block_mask, lists.hot_bits
-        run.compensate(
-            ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(scales.data_ptr()), count, split,
-            ctypes.c_void_p(None if mask is None else mask.data_ptr()),
-            ctypes.c_void_p(None if bits is None else bits.data_ptr()),
-            ctypes.c_float(lists.alpha), mask is not None, bits is not None,
-            lists.columns is not None, lanes,
-        )  # fmt: skip
+        values, scales = compensate(run, x, split, lists, lanes)
         for group in of_row.unique().tolist():
             mine = of_row == group
             operands = compensated_operands(x[mine], replace(lists, columns=None), group)
             if lists.columns is not None:
                 operands = replace(operands, hot=None, channels=None)
             want = fold(operands)
-            got = values.view(torch.float16)[mine]
+            got = values[mine]
             what = f"{width}, {count} rows, expert {group}"
             assert_same_bits(got + 0.0, in_planes(want.values) + 0.0, what)
             assert_same_bits(scales[mine], want.row_scale.flatten(), what)
+
+
+@pytest.mark.parametrize("rac", [None, 0.5])
+def test_largest_shifts_equal_torch(library, rac):
+    run, width = library
+    lists = Preset(rac, 32).lists(width, 1, 4, "cpu")
+    x = shifted_rows(width, lists)
+    assert shifts_of(x, lists) == [120, 121, 122, 123, 124, 125, 126, 126]
+    values, scales = compensate(run, x, len(x), lists, 2)
+    want = fold(compensated_operands(x, lists))
+    assert_same_bits(values + 0.0, in_planes(want.values) + 0.0, f"{width}")
+    assert_same_bits(scales, want.row_scale.flatten(), f"{width}")

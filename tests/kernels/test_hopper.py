@@ -12,6 +12,7 @@ import torch
 from quads_common.activation import Activation
 from quads_common.kernels import gemm, hopper
 from quads_common.kernels.cuda import nvrtc
+from quads_common.kernels.cuda.cubin_cache import CACHE_VARIABLE
 from quads_common.kernels.hopper import DecodePlan, decode_plan, moe_defines, why_not_hopper
 from quads_common.kernels.hopper_memory import ALL_SHARED, FEW_SHARED, SHARED, launches
 from quads_common.kernels.moe import moe_config
@@ -32,7 +33,7 @@ SILU = Activation()
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path / "cubins"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cubins"))
     return tmp_path / "cubins"
 
 
@@ -65,7 +66,7 @@ def test_kernels_do_not_spill(cache, shape, dtype):
 def test_cubins_are_cached_by_what_they_depend_on(cache, monkeypatch):
     defines = moe_defines(torch.float16, 128, 128, False)
     first = nvrtc.compile_cubin("moe", "sm_90a", defines)
-    assert [file.read_bytes() for file in cache.iterdir()] == [first]
+    assert [file.read_bytes()[:-32] for file in cache.iterdir()] == [first]
     monkeypatch.setattr(nvrtc.Nvrtc, "compile", lambda *args: b"compiled again")
     assert nvrtc.compile_cubin("moe", "sm_90a", defines) == first
     other = moe_defines(torch.float16, 128, 256, False)
@@ -97,6 +98,32 @@ def test_missing_nvrtc_is_an_error(monkeypatch, cuda, package):
         nvrtc.Nvrtc()
 
 
+def packaged(folder, content: bytes) -> None:
+    """An NVRTC as the wheels bring it."""
+    library = folder / "nvidia" / "cu13" / "lib" / "libnvrtc.so.13"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(content)
+
+
+def test_nvrtc_is_found_in_folders_with_brackets(monkeypatch, tmp_path):
+    loaded = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode=0: loaded.append(name))
+    monkeypatch.setattr(nvrtc.sys, "path", [str(tmp_path / "my[env]*")])
+    packaged(tmp_path / "my[env]*", b"")
+    nvrtc._find_nvrtc()
+    assert loaded == [str(tmp_path / "my[env]*/nvidia/cu13/lib/libnvrtc.so.13")]
+
+
+def test_damaged_nvrtc_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(nvrtc.sys, "path", [str(tmp_path)])
+    packaged(tmp_path, b"not a library")
+    message = r"libnvrtc\.so\.13, which cannot be loaded \(.*install it again, or use backend"
+    with pytest.raises(RuntimeError, match=message):
+        nvrtc.Nvrtc()
+
+
 @pytest.mark.parametrize(
     "experts, hidden, inner, activation, reason",
     [
@@ -105,7 +132,9 @@ def test_missing_nvrtc_is_an_error(monkeypatch, cuda, package):
         (32, 2880, 2880, SILU, "hidden 2880 and intermediate 2880 are not both multiples of 128"),
         (128, 2688, 464, SILU, "not both multiples of 128"),
         (32, 2048, 768, Activation("swigluoai"), r"activation 'swigluoai' \(only 'silu'\)"),
-        (1024, 2048, 768, SILU, "1024 experts"),
+        (1024, 2048, 768, SILU, r"1024 experts \(1 to 512\)"),
+        (0, 2048, 768, SILU, r"0 experts \(1 to 512\)"),
+        (-1, 2048, 768, SILU, "-1 experts"),
         (8, 32768, 1024, SILU, "do not fit in shared memory"),
     ],
 )
@@ -127,6 +156,13 @@ def test_why_not_hopper(experts, hidden, inner, activation, reason):
 )
 def test_forms_of_qwen3_30b_a3b(tokens, plan):
     assert decode_plan(tokens, 8, 128, 2048, 768, 132) == plan
+
+
+def test_what_has_no_form_is_an_error():
+    with pytest.raises(ValueError, match=r"0 experts \(1 to 512\)"):
+        decode_plan(64, 8, 0, 2048, 768, 132)
+    with pytest.raises(ValueError, match=r"form 'bogus' is not one of \['fused', 'pair', 'few'\]"):
+        launches("bogus", 8, 2048, 768)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 33, 100, 500, 4096, 70000])

@@ -2,11 +2,10 @@
 
 Weights are tiled (``weight_tiles``). A row's result does not depend on other rows or on padding,
 nor on which of "fused" and "pair" runs (``DecodePlan``): a warp sums all of K in one order. "few"
-sums K in two to four parts.
+sums K in ``hopper_memory.parts(K)`` parts, 1 to 4: one where no number from 2 to 4 divides K / 128.
 """
 
 import ctypes
-import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -19,13 +18,29 @@ from quads_common.compensation.staging import Staging
 from quads_common.format import QuantizedTensor
 from quads_common.gemm import ActFormat
 from quads_common.kernels.cuda.nvrtc import Kernel, compile_cubin, load_kernels
-from quads_common.kernels.hopper_columns import NO_COLUMNS, Counts, HotColumns, why_not_columns
+from quads_common.kernels.hopper_arguments import (
+    Inspection,
+    MoeArguments,
+    RowCompensation,
+    moe_arguments,
+    route_arguments,
+)
+from quads_common.kernels.hopper_columns import (
+    MAX_COLUMNS,
+    NO_COLUMNS,
+    STEP,
+    Counts,
+    HotColumns,
+    why_not_columns,
+)
 from quads_common.kernels.hopper_memory import (
     ALL_SHARED,
     FEW_ROWS,
+    WARPS,
     few_capacity,
     fused_capacity,
     launches,
+    layout_defines,
     pair_capacity,
 )
 from quads_common.kernels.route import Routes
@@ -45,19 +60,28 @@ __all__ = [
 ]
 
 ARCHITECTURE = "sm_90a"
-THREADS = 512
-# Of routes.cuh: slots of a block, experts and slots of a layer at most; blocks beyond those needed.
+THREADS = WARPS * 32
+# Slots of a block, experts and slots of a layer at most; blocks beyond those needed, where some are
+# cut into parts for multiprocessors that are left over. The kernels are compiled with these.
 MAX_ROWS, MAX_EXPERTS, MAX_SLOTS, MAX_SPARES = 32, 512, 4096, 12
-# Up to so many slots a strip's K is spread over several warps.
+# Up to so many slots a strip's K is spread over several warps; a warp sees all of them at a glance.
 FEW_SLOTS = 32
 # The fused form runs where this share of the multiprocessors gets an expert, and where an expert's
 # mean number of slots is at most this share of a block.
 FUSED_FROM, FUSED_SHARE = 0.7, 0.55
 KERNELS = ("moe_both", "moe_up", "moe_down", "moe_up_few", "moe_down_few")
-# Defines of moe.cu that are the contract's numbers.
+# Defines of moe.cu that are the contract's numbers, and the limits above.
 CONSTANTS = {
     name: f"{float(getattr(contract, name)).hex()}f"
     for name in ("AMAX_FLOOR", "FLT_MAX", "ONE_SIXTH")
+} | {
+    "MAX_ROWS": str(MAX_ROWS),
+    "MAX_EXPERTS": str(MAX_EXPERTS),
+    "MAX_SLOTS": str(MAX_SLOTS),
+    "MAX_SPARES": str(MAX_SPARES),
+    "FEW_SLOTS": str(FEW_SLOTS),
+    "COLUMN_STEP": str(STEP),
+    "MAX_COLUMNS": str(MAX_COLUMNS),
 }
 
 
@@ -72,34 +96,6 @@ class DecodePlan:
     rows: int
 
 
-@dataclass(frozen=True)
-class RowCompensation:
-    """What is folded into GEMM2's operand, of one list for all experts (L = 1) or one for each.
-
-    block_mask: [L, I/16] bool, blocks whose residual is added; None: no RAC. hot_bits: [L, I/16]
-    int32, ``operands.channel_bits``; None: no splice. With BF16 columns these channels are set to 0
-    instead. alpha: factor of the residual.
-    """
-
-    block_mask: torch.Tensor | None
-    hot_bits: torch.Tensor | None
-    alpha: float = 1.0
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """What the fused kernel and its halves have between the GEMMs, for tests.
-
-    y: [slots, 2I] bf16, GEMM1's rounded result. product: [slots, 8, I/8] bf16, the activation's.
-    operand: [slots, 8, I/8] float16 and row_scale [slots] float32: GEMM2's operand, of W4A4 only.
-    """
-
-    y: torch.Tensor
-    product: torch.Tensor
-    operand: torch.Tensor
-    row_scale: torch.Tensor
-
-
 def why_not_hopper(
     experts: int, hidden: int, inner: int, activation: Activation, columns: Counts = NO_COLUMNS
 ) -> str | None:
@@ -111,8 +107,8 @@ def why_not_hopper(
         return f"activation {activation.name!r} (only 'silu')"
     if not TileLayout(True).fits(2 * inner, hidden) or not TileLayout(False).fits(hidden, inner):
         return f"hidden {hidden} and intermediate {inner} are not both multiples of 128"
-    if experts > MAX_EXPERTS:
-        return f"{experts} experts (at most {MAX_EXPERTS})"
+    if not 1 <= experts <= MAX_EXPERTS:
+        return f"{experts} experts (1 to {MAX_EXPERTS})"
     if reason := why_not_columns(columns):
         return reason
     if few_capacity(hidden, inner, columns) < FEW_ROWS:
@@ -146,12 +142,17 @@ def decode_plan(
     processors: int,
     columns: Counts = NO_COLUMNS,
 ) -> DecodePlan | None:
-    """Which form runs for so many tokens; None: neither, too many.
+    """Which form runs for so many tokens of a layer that ``why_not_hopper`` allows; None: too many.
 
     A fused block keeps one multiprocessor busy, so it pays where experts in use (of uniform
     routing) nearly fill the GPU once. Blocks beyond ``rows`` read their weights again, so an
     expert's mean number of slots must stay well below.
+
+    Raises:
+        ValueError: there is no expert.
     """
+    if experts < 1:
+        raise ValueError(f"{experts} experts (1 to {MAX_EXPERTS})")
     slots = tokens * top_k
     if slots > MAX_SLOTS:
         return None
@@ -185,44 +186,36 @@ def decode_experts(
     GEMM2's input, W4A4 only. staging: where GEMM2's input is kept for sampled tokens, before it is
     quantized; W4A4 only, bf16. columns: of hot channels, which are 0 in ``operand`` and get 0 in
     GEMM2's; W4A4 only.
+
+    Raises:
+        ValueError: a tensor that the kernels would misread, or that is not on the operand's GPU.
+        TypeError: topk_ids that are not int32 or int64, an expert_map that is not int32.
     """
-    tokens, top_k = routes.topk_ids.shape
-    hidden, inner = w2.shape[1], w2.shape[2]
-    slots, device = tokens * top_k, operand.values.device
+    slots, (_, hidden, inner) = routes.topk_ids.numel(), w2.shape
+    device, dtype = operand.values.device, operand.values.dtype
+    if device.type != "cuda":
+        raise ValueError(f"operand must be on a CUDA GPU, is on {device}")
     rac = compensation is not None and compensation.block_mask is not None
     splice = compensation is not None and compensation.hot_bits is not None
-    counts, dtype = NO_COLUMNS, operand.values.dtype
-    if columns is not None:
-        columns.check(tokens, w2.shape[0], hidden, inner)
-        counts = columns.counts
-        if any(counts) and dtype != torch.float16:
-            raise ValueError(f"BF16 columns need quantized activations, the operand is {dtype}")
-        if counts[1] and not splice:
-            raise ValueError("columns of w2 need the hot_bits of their channels")
+    counts = NO_COLUMNS if columns is None else columns.counts
+    if any(counts) and dtype != torch.float16:
+        raise ValueError(f"BF16 columns need quantized activations, the operand is {dtype}")
+    if counts[1] and not splice:
+        raise ValueError("columns of w2 need the hot_bits of their channels")
+    processors = _processors(device)
+    out = torch.empty((slots, hidden), dtype=torch.float32, device=device)
+    product = None
+    if plan.form != "fused" and inspection is None:
+        product = torch.empty((slots, inner), dtype=torch.bfloat16, device=device)
+    arguments = moe_arguments(
+        operand, w13, w2, routes, router, rows=plan.rows, spread=_spread(plan, processors),
+        limit=limit, out=out, product=product, inspection=inspection, compensation=compensation,
+        staging=staging, columns=columns,
+    )  # fmt: skip
     kernels = _moe_kernels(
         device, dtype, hidden, inner, inspection is not None, rac, splice, counts
     )
     stream = torch.cuda.current_stream(device).cuda_stream
-    processors = _processors(device)
-    out = torch.empty((slots, hidden), dtype=torch.float32, device=device)
-    product = None
-    if inspection is not None:
-        product = inspection.product
-    elif plan.form != "fused":
-        product = torch.empty((slots, inner), dtype=torch.bfloat16, device=device)
-    arguments = _MoeArguments(
-        w13=_pointer(w13.packed), w13_scale=_pointer(w13.block_scale), w2=_pointer(w2.packed),
-        w2_scale=_pointer(w2.block_scale), w13_global=_pointer(w13.global_scale),
-        w2_global=_pointer(w2.global_scale), x=_pointer(operand.values),
-        row_scale=_pointer(operand.row_scale), router=_pointer(router), product=_pointer(product),
-        out=_pointer(out), routes=_route_arguments(routes, plan, processors),
-        limit=math.inf if limit is None else limit, compensation=_compensation(compensation),
-        columns=_columns(columns), **_staging(staging, tokens, top_k, inner),
-    )  # fmt: skip
-    if inspection is not None:
-        arguments.inspect_y = _pointer(inspection.y)
-        arguments.inspect_operand = _pointer(inspection.operand)
-        arguments.inspect_scale = _pointer(inspection.row_scale)
     for launch in launches(plan.form, plan.rows, hidden, inner, counts):
         arguments.rows, arguments.columns.buffer = launch.rows, launch.buffer
         kernels[launch.kernel].launch(processors, THREADS, launch.shared, arguments, stream)
@@ -237,8 +230,9 @@ def list_blocks(routes: Routes, plan: DecodePlan) -> torch.Tensor:
     slots, device = routes.topk_ids.numel(), routes.topk_ids.device
     most = min(slots, routes.num_experts + slots // plan.rows + MAX_SPARES)
     blocks = torch.empty(1 + most * (2 + MAX_ROWS), dtype=torch.int32, device=device)
-    arguments = _MoeArguments(
-        out=_pointer(blocks), routes=_route_arguments(routes, plan, _processors(device))
+    spread = _spread(plan, _processors(device))
+    arguments = MoeArguments(
+        out=blocks.data_ptr(), routes=route_arguments(routes, device, plan.rows, spread)
     )
     stream = torch.cuda.current_stream(device).cuda_stream
     kernels = _moe_kernels(device, torch.float16, 128, 128, True)
@@ -246,125 +240,8 @@ def list_blocks(routes: Routes, plan: DecodePlan) -> torch.Tensor:
     return blocks
 
 
-class _Routes(ctypes.Structure):
-    """``Routes`` of routes.cuh."""
-
-    _fields_ = (
-        ("ids", ctypes.c_void_p),
-        ("expert_map", ctypes.c_void_p),
-        *(
-            (name, ctypes.c_int)
-            for name in (
-                "map_size",
-                "experts",
-                "slots",
-                "top_k",
-                "wide",
-                "rows",
-                "spread",
-            )
-        ),
-    )
-
-
-class _Compensation(ctypes.Structure):
-    """``Compensation`` of compensate.cuh."""
-
-    _fields_ = (
-        ("block_mask", ctypes.c_void_p),
-        ("hot_bits", ctypes.c_void_p),
-        ("mask_stride", ctypes.c_int),
-        ("bits_stride", ctypes.c_int),
-        ("alpha", ctypes.c_float),
-    )
-
-
-class _Columns(ctypes.Structure):
-    """``Columns`` of columns.cuh."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("w13", "hot", "w2", "channels")),
-        ("channels_stride", ctypes.c_int),
-        ("buffer", ctypes.c_int),
-    )
-
-
-class _MoeArguments(ctypes.Structure):
-    """``MoeArguments`` of moe.cu."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "w13", "w13_scale", "w2", "w2_scale", "w13_global", "w2_global", "x", "row_scale",
-                "router", "product", "out", "sample_map", "staged_rows", "staged_groups",
-                "inspect_y", "inspect_operand", "inspect_scale",
-            )
-        ),
-        ("routes", _Routes),
-        ("rows", ctypes.c_int),
-        ("limit", ctypes.c_float),
-        ("compensation", _Compensation),
-        ("columns", _Columns),
-    )  # fmt: skip
-
-
-def _route_arguments(routes: Routes, plan: DecodePlan, processors: int) -> _Routes:
-    ids, expert_map = routes.topk_ids, routes.expert_map
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"topk_ids must be int32 or int64, got {ids.dtype}")
-    if expert_map is not None and expert_map.dtype != torch.int32:
-        raise TypeError(f"expert_map must be int32, got {expert_map.dtype}")
-    return _Routes(
-        _pointer(ids), _pointer(expert_map), 0 if expert_map is None else expert_map.numel(),
-        routes.num_experts, ids.numel(), ids.shape[1], ids.dtype == torch.int64, plan.rows,
-        processors if plan.form == "fused" else 0,
-    )  # fmt: skip
-
-
-def _compensation(lists: RowCompensation | None) -> _Compensation:
-    if lists is None:
-        return _Compensation()
-    mask, bits = lists.block_mask, lists.hot_bits
-    for name, tensor in (("block_mask", mask), ("hot_bits", bits)):
-        if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, has strides {list(tensor.stride())}")
-        if tensor is not None and tensor.data_ptr() % 4:  # they are copied by words
-            raise ValueError(f"{name} must lie at a multiple of 4, is at {tensor.data_ptr():#x}")
-    strides = (0 if t is None or t.shape[0] == 1 else t.shape[1] for t in (mask, bits))
-    return _Compensation(_pointer(mask), _pointer(bits), *strides, lists.alpha)
-
-
-def _columns(columns: HotColumns | None) -> _Columns:
-    if columns is None:
-        return _Columns()
-    channels = columns.channels
-    stride = 0 if channels is None or channels.shape[0] == 1 else channels.shape[1]
-    pointers = (_pointer(t) for t in (columns.w13, columns.hot, columns.w2, channels))
-    return _Columns(*pointers, stride)
-
-
-def _staging(staging: Staging | None, tokens: int, top_k: int, inner: int) -> dict[str, int | None]:
-    if staging is None:
-        return {}
-    wanted = {
-        "sample_map": (staging.sample_map, torch.int32, (tokens,)),
-        "staged_rows": (staging.rows, torch.bfloat16, (staging.groups.numel(), inner)),
-        "staged_groups": (staging.groups, torch.int32, (staging.groups.numel(),)),
-    }
-    for name, (tensor, dtype, shape) in wanted.items():
-        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be {dtype} {list(shape)}, contiguous, got {tensor.dtype} "
-                f"{list(tensor.shape)}"
-            )
-    if staging.groups.numel() % top_k:
-        raise ValueError(f"{staging.groups.numel()} staged rows are not {top_k} for each place")
-    return {name: _pointer(tensor) for name, (tensor, *_) in wanted.items()}
-
-
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _spread(plan: DecodePlan, processors: int) -> int:
+    return processors if plan.form == "fused" else 0
 
 
 @cache
@@ -400,5 +277,6 @@ def moe_defines(
     defines |= {"HIDDEN": str(hidden), "INNER": str(inner)} | CONSTANTS
     defines |= {"WITH_RAC": str(int(rac)), "WITH_SPLICE": str(int(splice))}
     defines |= {"COLUMNS13": str(columns[0]), "COLUMNS2": str(columns[1])}
-    defines["ARGUMENT_BYTES"] = str(ctypes.sizeof(_MoeArguments))
+    defines |= layout_defines(hidden, inner, columns)
+    defines["ARGUMENT_BYTES"] = str(ctypes.sizeof(MoeArguments))
     return defines | {"INSPECT": "1"} if inspect else defines

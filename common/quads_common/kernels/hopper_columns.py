@@ -7,7 +7,9 @@ import torch
 from quads_common.compensation.operands import InputCompensation
 
 __all__ = [
+    "MAX_COLUMNS",
     "NO_COLUMNS",
+    "STEP",
     "Counts",
     "HotColumns",
     "column_counts",
@@ -15,9 +17,8 @@ __all__ = [
     "why_not_columns",
 ]
 
-# Of columns.cuh.
+# The kernels are compiled with these: counts are multiples of STEP up to MAX_COLUMNS.
 STEP, MAX_COLUMNS = 16, 128
-
 
 # How many hot channels of w13's and w2's input have BF16 columns.
 Counts = tuple[int, int]
@@ -27,8 +28,8 @@ NO_COLUMNS: Counts = (0, 0)
 def why_not_columns(counts: Counts) -> str | None:
     """Why the kernels do not run with so many columns; None if they do."""
     for name, count in zip(("w13", "w2"), counts, strict=True):
-        if count % STEP or count > MAX_COLUMNS:
-            return f"{count} BF16 columns of {name} (multiples of {STEP} up to {MAX_COLUMNS})"
+        if count % STEP or not 0 <= count <= MAX_COLUMNS:
+            return f"{count} BF16 columns of {name} (multiples of {STEP} from 0 to {MAX_COLUMNS})"
     return None
 
 
@@ -59,7 +60,9 @@ class HotColumns:
     def counts(self) -> Counts:
         return _count(self.w13), _count(self.w2)
 
-    def check(self, tokens: int, experts: int, hidden: int, inner: int) -> None:
+    def check(
+        self, tokens: int, experts: int, hidden: int, inner: int, device: torch.device
+    ) -> None:
         """Raise ``ValueError`` for tensors that the kernels would misread."""
         if reason := why_not_columns(self.counts):
             raise ValueError(f"the kernels cannot add {reason}")
@@ -76,10 +79,12 @@ class HotColumns:
         for name, tensor, dtype, shape in wanted:
             if tensor is None:
                 continue
-            if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            fits = tensor.dtype == dtype and tensor.shape == shape and tensor.device == device
+            if not fits or not tensor.is_contiguous():
                 raise ValueError(
-                    f"{name} must be {dtype} {list(shape)}, contiguous, got {tensor.dtype} "
-                    f"{list(tensor.shape)}"
+                    f"{name} must be {dtype} {list(shape)}, contiguous, on {device}, got "
+                    f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on "
+                    f"{tensor.device}"
                 )
             if tensor.data_ptr() % 16:
                 raise ValueError(f"{name} must start at a multiple of 16 bytes")

@@ -53,6 +53,7 @@ DEVICE void stage_products(const MoeArguments& A, const Block& block, const Slot
 }
 
 using ProductLists = Lists<INNER / 16>;
+static_assert(2 * sizeof(ProductLists) == LIST_BYTES, "the host leaves other room for two lists");
 
 // Start the copies of what an expert has for GEMM2's input, by all threads.
 DEVICE void fetch_lists(const MoeArguments& A, int expert, ProductLists* lists, Slots& slots) {

@@ -11,12 +11,6 @@ struct Columns {
   int buffer;           // where warps' copies of columns begin in shared memory
 };
 
-constexpr int MAX_COLUMNS = 128;
-
-// What a row in shared memory has behind its operand: hot values, and what makes rows start 32 or 96
-// bytes apart, modulo 128, so that the 16 lanes that read 8 bytes at a time fall on different banks.
-constexpr int row_end(int columns) { return 2 * columns + (columns % 32 == 0 ? 32 : 0); }
-
 // COUNT columns, a multiple of 16, of a lane's four weight rows, whose places in a strip are g, g + 8,
 // g + 16 and g + 24. Of every 32 columns lane t of a quad has 8 that follow each other, of 16 that are
 // left over 4; the hot values are read likewise, and a sum may take K in any order.

@@ -90,7 +90,10 @@ struct RowScale {
     return bad ? as_float(0x7FC00000u) : __fmul_rn(global, power_of_two(shift));
   }
 
-  // The scale of a block with this largest magnitude, and what its elements are multiplied by.
+  // The scale of a block with this largest magnitude, and what its elements are multiplied by. Rows
+  // without NaN or Inf never reach the contract's two caps. largest <= amax, also of a residual, so the
+  // product below exceeds 448 by a few roundings at most, and from 464 on it would round up. A scale
+  // that is not 0 is at least 2^-9 and global at least AMAX_FLOOR / 2688, so 1 / decode < 2^121.
   DEVICE float block_scale(float largest) const {
     return round_e4m3(__fmul_rn(largest, __fmul_rn(inverse, ONE_SIXTH)));
   }

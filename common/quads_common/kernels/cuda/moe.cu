@@ -12,7 +12,8 @@
 //
 // Compiled for one shape: HIDDEN and INNER (multiples of 128), FORMAT (BF16 or FP16), WITH_RAC and
 // WITH_SPLICE (0 or 1): what compensates GEMM2's input; COLUMNS13 and COLUMNS2 (multiples of 16): how
-// many hot channels of the GEMMs' inputs have BF16 columns. With COLUMNS2 there is WITH_SPLICE.
+// many hot channels of the GEMMs' inputs have BF16 columns. With COLUMNS2 there is WITH_SPLICE. The
+// host also gives its limits and its layout of shared memory (`hopper.moe_defines`).
 #include "blocks.cuh"
 
 // Both GEMMs of a block in one thread block. Grid: any; blocks are dealt out in turn.
@@ -93,13 +94,13 @@ DEVICE void both_halves(const MoeArguments& A) {
   }
 }
 
-// Warps that share the K of a strip. With more than one, a strip's parts are summed in their order.
+// Warps that share the K of a strip (`hopper_memory.parts`). With more than one, a strip's parts are
+// summed in their order.
 template <bool DOWN, bool FEW>
-constexpr int PARTS = !FEW                   ? 1
-                      : STAGES<DOWN> % 4 == 0 ? 4
-                      : STAGES<DOWN> % 3 == 0 ? 3
-                      : STAGES<DOWN> % 2 == 0 ? 2
-                                              : 1;
+constexpr int PARTS = !FEW ? 1 : DOWN ? DOWN_PARTS : UP_PARTS;
+// Room for copies of columns, for as many strips as a thread block has at a time.
+template <bool DOWN, bool FEW>
+constexpr int COPY_BYTES = !FEW ? 0 : DOWN ? DOWN_COPY_BYTES : UP_COPY_BYTES;
 
 // Strips begin .. end of all blocks' that a thread block has in shared memory; from split on they are
 // the second block's, whose rows begin at second_row. `last`: where its share ends.
@@ -124,13 +125,18 @@ struct Work {
 };
 
 // One GEMM of all blocks: thread block c has the strips c * n / grid .. (c + 1) * n / grid of all n.
-// Two blocks are in shared memory at a time, if their rows fit. FEW: blocks have at most 8 rows.
+// Two blocks are in shared memory at a time, if their rows fit. FEW: blocks have at most FEW_ROWS rows.
 template <bool DOWN, bool FEW>
 DEVICE void one_half(const MoeArguments& A) {
   constexpr int BYTES = DOWN ? PRODUCT_BYTES : X_BYTES, ROW = DOWN ? PRODUCT_ROW : X_ROW;
   constexpr int FETCHED = DOWN ? PRODUCT_BYTES : X_FETCHED;
   constexpr int STRIPS = DOWN ? DOWN_STRIPS : UP_STRIPS;
   constexpr int SPLIT = PARTS<DOWN, FEW>, TEAMS = WARPS / SPLIT, SHARE = STAGES<DOWN> / SPLIT;
+  using ItsColumns = StripColumns<DOWN, SPLIT>;
+  static_assert(FEW_ROWS % 8 == 0 && FEW_ROWS <= MAX_ROWS, "rows are multiplied in groups of 8");
+  static_assert(SHARE * SPLIT == STAGES<DOWN>, "parts of K are whole stages, the same number each");
+  static_assert((ItsColumns::COPIES ? TEAMS * ItsColumns::STRIP_BYTES : 0) == COPY_BYTES<DOWN, FEW>,
+                "the host leaves other room for copies of columns");
   extern __shared__ __align__(128) u8 memory[];
   __shared__ Routing routing;
   __shared__ Block block[2];
@@ -140,7 +146,6 @@ DEVICE void one_half(const MoeArguments& A) {
   __shared__ __align__(8) u64 barrier_memory, column_barriers[TEAMS + 1];
   const int tid = threadIdx.x, warp = tid >> 5;
   int lane = tid & 31;
-  using ItsColumns = StripColumns<DOWN, SPLIT>;
   const int team = warp / SPLIT, part = warp % SPLIT;
   const u32 part_offset = part * SHARE * STAGE_UNITS;
   u32 x = shared_address(memory);
@@ -151,7 +156,7 @@ DEVICE void one_half(const MoeArguments& A) {
   u32 columns_phase = 0;
   let_next_kernel_start();
   // The routes are older than the kernel in front.
-  const bool few = FEW && A.routes.slots <= 32;
+  const bool few = FEW && A.routes.slots <= FEW_SLOTS;
   FewSlots few_slots;
   if (few) {
     few_slots.load(A.routes);
@@ -253,7 +258,7 @@ DEVICE void one_half(const MoeArguments& A) {
       }
     };
     if constexpr (FEW)
-      run(Constant<1>());
+      run(Constant<FEW_ROWS / 8>());
     else
       by_tiles(work.two() ? max(block[0].rows, block[1].rows) : block[0].rows, run);
   }

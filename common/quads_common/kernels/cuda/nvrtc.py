@@ -1,7 +1,7 @@
 """CUDA C++ to kernels that can be launched, with what PyTorch's wheels bring: NVRTC.
 
 No compiler and no CUDA headers on the user's machine. The machine code is cached on disk by source,
-options, architecture and NVRTC's version; a file appears there whole or not at all.
+options, architecture and NVRTC's version (``cubin_cache``).
 """
 
 import ctypes
@@ -9,17 +9,17 @@ import glob
 import hashlib
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from quads_common.kernels.cuda.cubin_cache import cached_cubin
+
 __all__ = ["Kernel", "Nvrtc", "compile_cubin", "load_kernels"]
 
 SOURCES = Path(__file__).parent
-CACHE_VARIABLE = "QUADS_KERNEL_CACHE"
 # CUfunction_attribute and CUlaunchAttributeID of the driver's interface.
 STATIC_SHARED_MEMORY, MAX_DYNAMIC_SHARED_MEMORY = 1, 8
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
@@ -74,7 +74,10 @@ def compile_cubin(name: str, architecture: str, defines: Mapping[str, str]) -> b
     """Machine code of ``<name>.cu`` for e.g. "sm_90a", from the cache if it is there.
 
     The cache is ``$QUADS_KERNEL_CACHE``, by default ``quads_nvfp4`` in ``$XDG_CACHE_HOME``
-    (``~/.cache``).
+    (``~/.cache``). Where it cannot be written a warning says so.
+
+    Raises:
+        RuntimeError: there is no NVRTC, or the source does not compile.
     """
     nvrtc = _nvrtc()
     source, headers = SOURCES / f"{name}.cu", sorted(SOURCES.glob("*.cuh"))
@@ -84,15 +87,8 @@ def compile_cubin(name: str, architecture: str, defines: Mapping[str, str]) -> b
     digest = hashlib.sha256(repr((nvrtc.version, options)).encode())
     for path in (source, *headers):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    file = _cache_folder() / f"{name}-{architecture}-{digest.hexdigest()[:32]}.cubin"
-    if file.is_file():
-        return file.read_bytes()
-    cubin = nvrtc.compile(source, headers, options)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
-        temporary.write(cubin)
-    os.replace(temporary.name, file)
-    return cubin
+    file = f"{name}-{architecture}-{digest.hexdigest()[:32]}.cubin"
+    return cached_cubin(file, lambda: nvrtc.compile(source, headers, options))
 
 
 class Kernel:
@@ -162,12 +158,9 @@ def _find_nvrtc() -> ctypes.CDLL:
     """The library in the ``nvidia`` packages of the Python path, else the system's."""
     major = (torch.version.cuda or "13").partition(".")[0]
     for folder in sys.path:
-        found = sorted(glob.glob(f"{folder}/nvidia/**/libnvrtc.so.{major}*", recursive=True))
-        if found:
-            # Its other half, which it opens by name.
-            for part in glob.glob(f"{Path(found[0]).parent}/libnvrtc-builtins.so.{major}*"):
-                ctypes.CDLL(part, mode=ctypes.RTLD_GLOBAL)
-            return ctypes.CDLL(found[0])
+        pattern = os.path.join(glob.escape(folder), f"nvidia/**/libnvrtc.so.{major}*")
+        if found := sorted(glob.glob(pattern, recursive=True)):
+            return _load_nvrtc(Path(found[0]), major)
     try:
         return ctypes.CDLL(f"libnvrtc.so.{major}")
     except OSError:
@@ -178,10 +171,17 @@ def _find_nvrtc() -> ctypes.CDLL:
         ) from None
 
 
-def _cache_folder() -> Path:
-    if folder := os.environ.get(CACHE_VARIABLE):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quads_nvfp4"
+def _load_nvrtc(file: Path, major: str) -> ctypes.CDLL:
+    try:
+        # Its other half, which it opens by name.
+        for part in sorted(file.parent.glob(f"libnvrtc-builtins.so.{major}*")):
+            ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(file))
+    except OSError as error:
+        raise RuntimeError(
+            f"backend 'hopper' compiles its kernels with {file}, which cannot be loaded ({error}): "
+            "install it again, or use backend 'triton'"
+        ) from error
 
 
 @cache

@@ -6,10 +6,15 @@
 #pragma once
 #include "device.cuh"
 
-constexpr int WARPS = 16, THREADS = WARPS * 32;
-constexpr int MAX_ROWS = 32, MAX_EXPERTS = THREADS, MAX_SLOTS = 8 * THREADS;
-// How many multiprocessors may be left over for parts of large blocks.
-constexpr int MAX_SPARES = 12;
+// Given by the host: WARPS of a thread block; MAX_ROWS of a block; MAX_EXPERTS, MAX_SLOTS of a layer;
+// MAX_SPARES: how many multiprocessors may be left over for parts of large blocks; FEW_SLOTS, see
+// FewSlots.
+constexpr int THREADS = WARPS * 32;
+static_assert(WARPS <= 32, "a lane adds the counts of a warp");
+static_assert(MAX_ROWS == 32, "blocks are counted by 1 to 4 groups of 8 slots");
+static_assert(MAX_EXPERTS == THREADS, "a thread places an expert");
+static_assert(MAX_SLOTS <= 0xFFFF && MAX_EXPERTS < 0xFFFF, "both are kept in 16 bits");
+static_assert(FEW_SLOTS <= 32, "a lane has a slot");
 
 struct Routes {
   const void* ids;        // [slots] int32 or int64; negative: skipped
@@ -156,7 +161,7 @@ DEVICE void gather_block(const Routes& R, int b, Routing& routing, Block& block)
   }
 }
 
-// The same for at most 32 slots, which a warp sees at a glance: slot `lane` of every warp. Blocks are
+// The same for at most FEW_SLOTS slots, which a warp sees at a glance: slot `lane` of every warp. Blocks are
 // in the order of their first slots.
 struct FewSlots {
   int expert;

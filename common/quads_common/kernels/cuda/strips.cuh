@@ -33,20 +33,30 @@ struct MoeArguments {
 };
 
 static_assert(sizeof(MoeArguments) == ARGUMENT_BYTES, "the launcher knows another structure");
-static_assert(COLUMNS13 % 16 == 0 && COLUMNS13 <= MAX_COLUMNS);
-static_assert(COLUMNS2 % 16 == 0 && COLUMNS2 <= MAX_COLUMNS && (WITH_SPLICE || COLUMNS2 == 0));
+static_assert(COLUMN_STEP == 16, "see ColumnPart");
+static_assert(COLUMNS13 >= 0 && COLUMNS13 % COLUMN_STEP == 0 && COLUMNS13 <= MAX_COLUMNS);
+static_assert(COLUMNS2 >= 0 && COLUMNS2 % COLUMN_STEP == 0 && COLUMNS2 <= MAX_COLUMNS);
+static_assert(WITH_SPLICE || COLUMNS2 == 0);
+static_assert(MAX_COLUMNS <= 128, "StripColumns loads at most twice 64");
 static_assert(FORMAT == FP16 || COLUMNS13 + COLUMNS2 == 0, "rows are not scaled without FP4");
 
 constexpr int CODE_TILE = 2048, SCALE_TILE = 256;
 constexpr int UP_STRIPS = INNER / 16, DOWN_STRIPS = HIDDEN / 32;
 
-// Rows in shared memory: operand, then hot values. Planes of the layer's input are padded to 32
-// elements.
+// Rows in shared memory: operand, then hot values, then padding. Planes of the layer's input are padded
+// to 32 elements. X_ROW and PRODUCT_ROW, their bytes, are the host's (`hopper_memory.row_bytes`).
 constexpr int X_PLANE = (HIDDEN + 255) / 256 * 64, PRODUCT_PLANE = INNER / 4;
 constexpr int X_BYTES = 8 * X_PLANE, PRODUCT_BYTES = 8 * PRODUCT_PLANE;
-constexpr int X_ROW = X_BYTES + row_end(COLUMNS13), PRODUCT_ROW = PRODUCT_BYTES + row_end(COLUMNS2);
 // What the copy engine brings of a row.
 constexpr int X_FETCHED = X_BYTES + 2 * COLUMNS13;
+
+// At most 32 bytes of padding, which are enough for rows that begin 32 or 96 bytes apart, modulo 128:
+// the 16 lanes that read 8 bytes at a time then fall on different banks.
+constexpr bool row_fits(int row, int used) {
+  return row >= used && row <= used + 32 && (row % 128 == 32 || row % 128 == 96);
+}
+static_assert(row_fits(X_ROW, X_FETCHED), "the host knows another X_ROW");
+static_assert(row_fits(PRODUCT_ROW, PRODUCT_BYTES + 2 * COLUMNS2), "the host knows another PRODUCT_ROW");
 
 template <int N>
 struct Constant {
