@@ -122,8 +122,6 @@ def every_second(tensor: torch.Tensor) -> torch.Tensor:
 
 TENSORS = {
     "router": ("router", None),
-    "topk_ids": ("routes", "topk_ids"),
-    "expert_map": ("routes", "expert_map"),
     "row_scale": ("operand", "row_scale"),
     "w13.packed": ("w13", "packed"),
     "w13.block_scale": ("w13", "block_scale"),
@@ -154,6 +152,15 @@ def test_every_tensor_is_contiguous_and_on_one_device(name, change):
         given |= changed(argument, field, change(tensor))
     with pytest.raises(ValueError, match=rf"^{name} must be .*, contiguous, on cpu, got"):
         arguments(given)
+
+
+def test_routes_are_on_the_device_of_the_rest():
+    """``Routes`` itself copies what is not contiguous, and holds both tensors on one device."""
+    routes = call()["routes"]
+    assert routes.expert_map is not None
+    routes = Routes(elsewhere(routes.topk_ids), elsewhere(routes.expert_map), EXPERTS)
+    with pytest.raises(ValueError, match="^topk_ids must be .*, contiguous, on cpu, got"):
+        arguments(call() | {"routes": routes})
 
 
 @pytest.mark.parametrize(
@@ -204,5 +211,5 @@ def test_dtypes_of_routes():
 def test_an_operand_on_the_host_is_refused():
     given = call()
     operands = (given[name] for name in ("operand", "w13", "w2", "routes", "router"))
-    with pytest.raises(ValueError, match="operand must be on a CUDA GPU, is on cpu"):
+    with pytest.raises(ValueError, match="needs tensors on a CUDA device, got cpu"):
         hopper.decode_experts(*operands, DecodePlan("few", 8), None)

@@ -13,6 +13,5 @@ kernel.
 - ``statistics``: of rows that wait to be counted.
 
 The compiler contracts no multiply-add, which the contract in ``format`` forbids: Triton's kernels
-are launched with ``enable_fp_fusion=False``, but for some that have no arithmetic of floats, and
-CUDA C++ is compiled with ``-fmad=false``.
+are launched with ``enable_fp_fusion=False``, and CUDA C++ is compiled with ``-fmad=false``.
 """

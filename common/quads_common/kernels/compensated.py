@@ -151,7 +151,7 @@ def fused_moe_compensated_hopper(
     experts, hidden, inner = w2.shape
     if reason := hopper.why_not_hopper(experts, hidden, inner, activation):
         raise ValueError(f"backend 'hopper' cannot run this layer: {reason}")
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    processors = hopper.processors(x.device)
     counts = hopper_columns.column_counts(w13_input, w2_input)
     plan = None
     if not exact and hopper.why_not_hopper(experts, hidden, inner, activation, counts) is None:

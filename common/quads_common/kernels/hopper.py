@@ -56,6 +56,7 @@ __all__ = [
     "list_blocks",
     "moe_defines",
     "prepare",
+    "processors",
     "why_not_hopper",
 ]
 
@@ -193,8 +194,7 @@ def decode_experts(
     """
     slots, (_, hidden, inner) = routes.topk_ids.numel(), w2.shape
     device, dtype = operand.values.device, operand.values.dtype
-    if device.type != "cuda":
-        raise ValueError(f"operand must be on a CUDA GPU, is on {device}")
+    count = processors(device)
     rac = compensation is not None and compensation.block_mask is not None
     splice = compensation is not None and compensation.hot_bits is not None
     counts = NO_COLUMNS if columns is None else columns.counts
@@ -202,13 +202,12 @@ def decode_experts(
         raise ValueError(f"BF16 columns need quantized activations, the operand is {dtype}")
     if counts[1] and not splice:
         raise ValueError("columns of w2 need the hot_bits of their channels")
-    processors = _processors(device)
     out = torch.empty((slots, hidden), dtype=torch.float32, device=device)
     product = None
     if plan.form != "fused" and inspection is None:
         product = torch.empty((slots, inner), dtype=torch.bfloat16, device=device)
     arguments = moe_arguments(
-        operand, w13, w2, routes, router, rows=plan.rows, spread=_spread(plan, processors),
+        operand, w13, w2, routes, router, rows=plan.rows, spread=_spread(plan, count),
         limit=limit, out=out, product=product, inspection=inspection, compensation=compensation,
         staging=staging, columns=columns,
     )  # fmt: skip
@@ -218,7 +217,7 @@ def decode_experts(
     stream = torch.cuda.current_stream(device).cuda_stream
     for launch in launches(plan.form, plan.rows, hidden, inner, counts):
         arguments.rows, arguments.columns.buffer = launch.rows, launch.buffer
-        kernels[launch.kernel].launch(processors, THREADS, launch.shared, arguments, stream)
+        kernels[launch.kernel].launch(count, THREADS, launch.shared, arguments, stream)
     return out
 
 
@@ -230,7 +229,7 @@ def list_blocks(routes: Routes, plan: DecodePlan) -> torch.Tensor:
     slots, device = routes.topk_ids.numel(), routes.topk_ids.device
     most = min(slots, routes.num_experts + slots // plan.rows + MAX_SPARES)
     blocks = torch.empty(1 + most * (2 + MAX_ROWS), dtype=torch.int32, device=device)
-    spread = _spread(plan, _processors(device))
+    spread = _spread(plan, processors(device))
     arguments = MoeArguments(
         out=blocks.data_ptr(), routes=route_arguments(routes, device, plan.rows, spread)
     )
@@ -242,6 +241,13 @@ def list_blocks(routes: Routes, plan: DecodePlan) -> torch.Tensor:
 
 def _spread(plan: DecodePlan, processors: int) -> int:
     return processors if plan.form == "fused" else 0
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU. Raises ``ValueError`` for another device."""
+    if device.type != "cuda":
+        raise ValueError(f"backend 'hopper' needs tensors on a CUDA device, got {device}")
+    return _processors(device)
 
 
 @cache

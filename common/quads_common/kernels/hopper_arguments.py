@@ -176,8 +176,6 @@ def route_arguments(routes: Routes, device: torch.device, rows: int, spread: int
     dtype, shape = ids.dtype, ids.shape
     if dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk_ids must be int32 or int64, got {dtype}")
-    if expert_map is not None and expert_map.dtype != INT:
-        raise TypeError(f"expert_map must be int32, got {expert_map.dtype}")
     size = 0 if expert_map is None else expert_map.numel()
     return _Routes(
         _pointer("topk_ids", ids, dtype, shape, device),

@@ -80,7 +80,7 @@ def fused_moe_hopper(
     experts, hidden, inner = w2.shape
     if reason := hopper.why_not_hopper(experts, hidden, inner, activation):
         raise ValueError(f"backend 'hopper' cannot run this layer: {reason}")
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    processors = hopper.processors(x.device)
     plan = hopper.decode_plan(tokens, top_k, experts, hidden, inner, processors)
     if plan is None or tokens == 0 or x.dtype != torch.bfloat16 or batch_invariant():
         return fused_moe_triton(

@@ -1,7 +1,5 @@
 """What the layers hand to the CUDA C++ kernels passes the checks; Triton's part is interpreted."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -35,8 +33,7 @@ def handed(monkeypatch):
         )  # fmt: skip
         return out
 
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(hopper, "processors", lambda device: 132)
     monkeypatch.setattr(hopper, "decode_experts", decode_experts)
     # Not "few", for which the quantizer has instructions that the interpreter has not.
     monkeypatch.setattr(hopper, "decode_plan", lambda *sizes: DecodePlan("pair", 32))

@@ -3,27 +3,32 @@
 #pragma once
 #include "strips.cuh"
 
-// Start the copies of a block's rows and note its slots' factors. All threads; a barrier must follow.
-template <bool DOWN>
+// Start the copies of a block's rows and note what its slots need for GEMM1 (UP), GEMM2 (DOWN) or
+// both. All threads; a barrier must follow.
+template <bool UP, bool DOWN>
 DEVICE void fetch_rows(const MoeArguments& A, const Block& block, Slots& slots, Maxima& maxima,
                        u32 target, u32 barrier) {
-  constexpr int BYTES = DOWN ? PRODUCT_BYTES : X_BYTES, ROW = DOWN ? PRODUCT_ROW : X_ROW;
+  constexpr int BYTES = UP ? X_BYTES : PRODUCT_BYTES, ROW = UP ? X_ROW : PRODUCT_ROW;
   const int tid = threadIdx.x;
   if (tid < MAX_ROWS) maxima.cold[tid] = maxima.hot[tid] = 0;
   if (tid < block.rows) {
-    const int slot = block.slots[tid], token = slot / A.routes.top_k;
-    const u8* source = DOWN ? A.product + (u64)slot * BYTES : A.x + (u64)token * BYTES;
+    const int slot = block.slots[tid], top_k = A.routes.top_k, token = slot / top_k;
+    const u8* source = UP ? A.x + (u64)token * BYTES : A.product + (u64)slot * BYTES;
     bulk_copy(target + tid * ROW, source, BYTES, barrier);
-    if (!DOWN && COLUMNS13 > 0)
+    if (UP && COLUMNS13 > 0)
       bulk_copy(target + tid * ROW + BYTES, A.columns.hot + (u64)token * (2 * COLUMNS13),
                 2 * COLUMNS13, barrier);
+    // All of these are under way before the first is waited for; a branch would wait.
+    const float row_scale = UP && A.row_scale ? A.row_scale[token] : 1.0f;
+    const float up = UP ? A.w13_global[block.expert] : 0.0f;
+    const float down = DOWN ? A.w2_global[block.expert] : 0.0f;
+    const float router = DOWN && A.router ? A.router[slot] : 1.0f;
+    const int place = DOWN && A.sample_map ? A.sample_map[token] : -1;
     slots.ids[tid] = slot;
-    const int place = A.sample_map ? A.sample_map[token] : -1;
-    slots.staged[tid] = place < 0 ? -1 : place * A.routes.top_k + slot % A.routes.top_k;
-    const float row_scale = A.row_scale ? A.row_scale[token] : 1.0f;
-    slots.gate_up_factor[tid] = __fmul_rn(row_scale, A.w13_global[block.expert]);
-    slots.down_factor[tid] = A.w2_global[block.expert];  // times the row's scale, if quantized
-    slots.router[tid] = A.router ? A.router[slot] : 1.0f;
+    slots.staged[tid] = max(place * top_k + slot - token * top_k, place);  // -1 stays -1
+    slots.gate_up_factor[tid] = __fmul_rn(row_scale, up);
+    slots.down_factor[tid] = down;  // times the row's scale, if quantized
+    slots.router[tid] = router;
   }
 }
 

@@ -48,7 +48,7 @@ DEVICE void both_halves(const MoeArguments& A) {
     load_stage<false>(A, strip_offset<false>(block.expert, min(warp, UP_STRIPS - 1), lane), current);
     if (b == blockIdx.x) wait_for_previous_kernel();
     if (tid == 0) barrier_expect(barrier, block.rows * X_FETCHED);
-    fetch_rows<false>(A, block, slots, maxima, x, barrier);
+    fetch_rows<true, true>(A, block, slots, maxima, x, barrier);
     __syncthreads();
     barrier_wait(barrier, b / gridDim.x & 1);  // one phase a round
     by_tiles(block.rows, [&](auto tiles) {
@@ -209,9 +209,10 @@ DEVICE void one_half(const MoeArguments& A) {
     if (!started) wait_for_previous_kernel();
     if (tid == 0)
       barrier_expect(barrier, (block[0].rows + (work.two() ? block[1].rows : 0)) * FETCHED);
-    fetch_rows<DOWN>(A, block[0], slots[0], maxima[0], x, barrier);
+    fetch_rows<!DOWN, DOWN>(A, block[0], slots[0], maxima[0], x, barrier);
     if (work.two())
-      fetch_rows<DOWN>(A, block[1], slots[1], maxima[1], x + work.second_row * ROW, barrier);
+      fetch_rows<!DOWN, DOWN>(A, block[1], slots[1], maxima[1], x + work.second_row * ROW,
+                              barrier);
     wait_for_copies();
     __syncthreads();
     barrier_wait(barrier, phase);
