@@ -159,7 +159,7 @@ def test_routes_are_on_the_device_of_the_rest():
     routes = call()["routes"]
     assert routes.expert_map is not None
     routes = Routes(elsewhere(routes.topk_ids), elsewhere(routes.expert_map), EXPERTS)
-    with pytest.raises(ValueError, match="^topk_ids must be .*, contiguous, on cpu, got"):
+    with pytest.raises(ValueError, match=r"^topk_ids must be .*, contiguous, on cpu, got"):
         arguments(call() | {"routes": routes})
 
 
