@@ -15,9 +15,9 @@ kernel ran, from torch's profiler; "/fp8": decode throughput over the fastest FP
 """
 
 import argparse
+import functools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -27,12 +27,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.turns import Turns, ended, turns_environment  # noqa: E402
+from benchmarks.turns import Turns, ended, step_times, turns_environment  # noqa: E402
 
 TOKENIZER = ROOT / "examples/models/arith-moe"
 PROMPT_TOKENS = 32
-SHORT, LONG = 16, 80  # output tokens of the two runs
-PROFILED = 4, 12  # the same, under the profiler
+PROFILED = 4, 12  # output tokens of two runs under the profiler
 OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8_per_tensor": {"quantization": "fp8_per_tensor"},
@@ -76,18 +75,6 @@ def generate(llm: Any, sequences: int, tokens: int) -> float:
     return time.perf_counter() - start
 
 
-def step_times(llm: Any, turns: Turns, counts: list[int], repeats: int) -> dict[int, float]:
-    """Milliseconds of a decode step by number of sequences, the median of ``repeats`` turns."""
-    found: dict[int, list[float]] = {count: [] for count in counts}
-    for _ in range(repeats):
-        with turns.turn():
-            for count in counts:
-                generate(llm, count, SHORT)
-                short, long = (generate(llm, count, n) for n in (SHORT, LONG))
-                found[count].append((long - short) / (LONG - SHORT) * 1e3)
-    return {count: statistics.median(times) for count, times in found.items()}
-
-
 def kernels(llm: Any, sequences: int) -> dict[str, float]:
     """Milliseconds per decode step of the kernels that take longest, and of all together."""
     from torch.profiler import ProfilerActivity, profile
@@ -121,7 +108,7 @@ def run_mode(mode: str, folder: Path, arguments: argparse.Namespace) -> dict[str
         **options,
     )  # fmt: skip
     turns, counts = Turns(mode), arguments.sequences
-    times = step_times(llm, turns, counts, arguments.repeats)
+    times = step_times(functools.partial(generate, llm), turns, counts, arguments.repeats)
     result: dict[str, Any] = {str(count): time for count, time in times.items()}
     with turns.turn():
         result |= {f"kernels {count}": kernels(llm, count) for count in counts}

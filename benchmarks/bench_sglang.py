@@ -15,9 +15,9 @@ modes gather statistics as they do by default, one of 64 tokens.
 """
 
 import argparse
+import functools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -28,10 +28,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.turns import Turns, ended, turns_environment  # noqa: E402
+from benchmarks.turns import Turns, ended, step_times, turns_environment  # noqa: E402
 
 PROMPT_TOKENS, VOCABULARY = 32, 8192
-SHORT, LONG = 16, 80  # output tokens of the two runs
 MODES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"quantization": "fp8"},
@@ -85,18 +84,6 @@ def generate(llm: Any, sequences: int, tokens: int) -> float:
     return time.perf_counter() - start
 
 
-def step_times(llm: Any, turns: Turns, counts: list[int], repeats: int) -> dict[int, float]:
-    """Milliseconds of a decode step by number of sequences, the median of ``repeats`` turns."""
-    found: dict[int, list[float]] = {count: [] for count in counts}
-    for _ in range(repeats):
-        with turns.turn():
-            for count in counts:
-                generate(llm, count, SHORT)
-                short, long = (generate(llm, count, n) for n in (SHORT, LONG))
-                found[count].append((long - short) / (LONG - SHORT) * 1e3)
-    return {count: statistics.median(times) for count, times in found.items()}
-
-
 def run_mode(mode: str, folder: Path, sequences: list[int], repeats: int) -> dict[str, Any]:
     """One engine: steps by number of sequences."""
     import sglang
@@ -112,7 +99,7 @@ def run_mode(mode: str, folder: Path, sequences: list[int], repeats: int) -> dic
     )  # fmt: skip
     result: dict[str, Any] = {"version": sglang.__version__}
     turns = Turns(f"sglang {mode}")
-    times = step_times(llm, turns, sequences, repeats)
+    times = step_times(functools.partial(generate, llm), turns, sequences, repeats)
     result |= {str(count): time for count, time in times.items()}
     turns.stay()
     if options.get("quantization") == "quads_nvfp4":

@@ -10,16 +10,18 @@ one folder and ``QUADS_BENCH_ENGINES`` the number of engines of both.
 
 import fcntl
 import os
+import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["Turns", "ended", "turns_environment"]
+__all__ = ["Turns", "ended", "step_times", "turns_environment"]
 
 FOLDER, COUNT = "QUADS_BENCH_TURNS", "QUADS_BENCH_ENGINES"
 LONGEST_WAIT = 400.0  # seconds
 ENDED = "ended"
+SHORT, LONG = 16, 80  # output tokens of two runs that differ in their length only
 
 
 def turns_environment(folder: Path, engines: int) -> dict[str, str]:
@@ -87,3 +89,20 @@ class Turns:
         assert self._folder is not None
         suffixes = (f".{self._round}", f".{ENDED}")
         return {path.stem for path in self._folder.iterdir() if path.suffix in suffixes}
+
+
+def step_times(
+    run: Callable[[int, int], float], turns: Turns, counts: list[int], repeats: int
+) -> dict[int, float]:
+    """Milliseconds of a decode step by number of sequences, the median of ``repeats`` turns.
+
+    run: of a number of sequences and of output tokens for each, the seconds that it took.
+    """
+    found: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(repeats):
+        with turns.turn():
+            for count in counts:
+                run(count, SHORT)  # warms up
+                short, long = run(count, SHORT), run(count, LONG)
+                found[count].append((long - short) / (LONG - SHORT) * 1e3)
+    return {count: statistics.median(times) for count, times in found.items()}

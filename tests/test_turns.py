@@ -6,7 +6,7 @@ import time
 import pytest
 
 from benchmarks import turns
-from benchmarks.turns import Turns, ended, turns_environment
+from benchmarks.turns import Turns, ended, step_times, turns_environment
 
 
 @pytest.fixture
@@ -74,3 +74,14 @@ def test_without_turns_nothing_waits(monkeypatch):
     mine = Turns("a")
     with mine.turn():
         mine.stay()
+
+
+def test_a_step_is_the_difference_of_two_runs(monkeypatch):
+    monkeypatch.delenv(turns.FOLDER, raising=False)
+    slow = iter((0.0, 0.5, 0.0))  # the second turn is disturbed
+
+    def run(count, tokens):
+        disturbed = next(slow) if tokens == turns.LONG else 0.0
+        return 0.1 * count + 0.002 * count * tokens + disturbed
+
+    assert step_times(run, Turns("a"), [5], 3) == {5: pytest.approx(10.0)}
