@@ -12,6 +12,7 @@ turn so that weights come from memory. Microseconds; "/fp8": FP8's time over our
 "roofline": the time in which the NVFP4 weights of the experts that are used can be read, by the
 read rate measured in the same run, over ours. What cannot be built, is wrong or fails shows as
 "-", and the reason stands under the table. Ends after ``--budget`` seconds, with what it has.
+``--plot`` draws the roofline fractions of all columns, each by the bytes of its own format.
 """
 
 import argparse
@@ -21,11 +22,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from benchmarks import moe_peers, moe_sweep
 from benchmarks.moe_data import Layer, Routing, make_layers, make_routings
+from benchmarks.moe_roofline import plot, roofline
 from benchmarks.moe_shapes import SHAPES
 from benchmarks.timing import graph_time, read_rate
 from quads_common.activation import Activation
@@ -37,6 +40,9 @@ from quads_common.kernels.rows import quantize_rows
 from quads_common.moe import fused_moe
 
 Call = Callable[[Layer, Routing], torch.Tensor]
+
+# Seconds that the last row may take, compiling included; and to start at all.
+RESERVE, LEAST_BUDGET = 40.0, 90.0
 
 
 def ours(act: str, backend: str) -> Call:
@@ -158,6 +164,7 @@ def hopper_stages(layers: list[Layer], routings: list[Routing], act: str) -> dic
 def compare(args: argparse.Namespace, layers: list[Layer], rate: float, deadline: float) -> None:
     """Print the table, a row for each number of tokens, and what is missing in it."""
     failures: list[str] = []
+    fractions: dict[int, dict[str, float]] = {}
     backend = layers[0].backend
     calls: dict[str, Call] = {"w4a4": ours("nvfp4", backend), "w4a16": ours("bf16", backend)}
     if backend != "triton":
@@ -179,7 +186,8 @@ def compare(args: argparse.Namespace, layers: list[Layer], rate: float, deadline
             for name in columns
         }
         floor = sum(layers[0].nbytes(r) for r in routings) / len(routings) / rate * 1e6
-        ratios = [times.get("fp8", math.nan) / times["w4a4"], floor / times["w4a4"]]
+        fractions[tokens] = roofline(times, floor)
+        ratios = [times.get("fp8", math.nan) / times["w4a4"], fractions[tokens]["w4a4"]]
         row = [f"{v:8.1f}" for v in times.values()] + [f"{v:8.2f}" for v in ratios]
         print(f"{tokens:8}", *(f"{'-':>8}" if "nan" in v else v for v in row), flush=True)
         if args.stages:
@@ -188,6 +196,8 @@ def compare(args: argparse.Namespace, layers: list[Layer], rate: float, deadline
                 parts = parts or stages(layers, routings, act)
                 text = ", ".join(f"{k} {v:.1f}" for k, v in parts.items())
                 print(f"{'':8} {act}: {text}; sum {sum(parts.values()):.1f}", flush=True)
+    if args.plot is not None and fractions:
+        plot(fractions, args.plot, f"{torch.cuda.get_device_name()}, {args.shape}")
     for line in failures:
         print(f"NOT MEASURED {line}")
     print(f"read rate {rate / 1e12:.2f} TB/s; {len(failures)} missing")
@@ -215,8 +225,11 @@ def main() -> None:
     parser.add_argument("--stages", action="store_true", help="also time each launch of ours")
     parser.add_argument("--sweep", choices=["gemm1", "gemm2"], help="time tiles of one GEMM only")
     parser.add_argument("--budget", type=float, default=240, help="seconds for all")
+    parser.add_argument("--plot", type=Path, help="PNG file to write; needs matplotlib")
     args = parser.parse_args()
-    deadline = time.monotonic() + args.budget - 40
+    if args.budget < LEAST_BUDGET:
+        parser.error(f"--budget {args.budget:.0f}: at least {LEAST_BUDGET:.0f} seconds")
+    deadline = time.monotonic() + args.budget - RESERVE
     stop_after(args.budget)
     counts = [int(t) for t in args.tokens.split(",")]
     if args.sweep:
