@@ -127,9 +127,10 @@ def memory_targets() -> tuple[str, str]:
     return f"{owner}.release_memory_occupation", f"{owner}.resume_memory_occupation"
 
 
-def static_state_target() -> str:
-    """What copies a model's buffers before their memory is released."""
-    return memory_targets()[0].rsplit(".", 2)[0] + "._export_static_state"
+def static_state_target() -> str | None:
+    """What copies a model's buffers before their memory is released; None where it is elsewhere."""
+    target = memory_targets()[0].rsplit(".", 2)[0] + "._export_static_state"
+    return target if exists(target) else None
 
 
 def answers_for_all_ranks() -> bool:

@@ -79,7 +79,6 @@ def _hooks() -> dict[str, tuple[tuple[HookType, ...], tuple[Any, ...]]]:
         "sglang.srt.utils.weight_checker.WeightChecker.handle": ((around,), (answer_questions,)),
         compat.flush_target(): ((before,), (end_at_flush,)),
         release: ((before, after), (end_at_release, forget_released)),
-        compat.static_state_target(): ((after,), (wait_for_kernels,)),
         resume: ((after,), (end_at_resume,)),
         f"{_SCHEDULER}.flush_cache": ((after,), (note_flush,)),
         f"{_SCHEDULER}.get_next_batch_to_run": ((around,), (flush_changed,)),
@@ -87,6 +86,9 @@ def _hooks() -> dict[str, tuple[tuple[HookType, ...], tuple[Any, ...]]]:
     }
     for target, kind in compat.update_targets().items():
         found[target] = ((around,), (functools.partial(sync.run_update, kind),))
+    static_state = compat.static_state_target()
+    if static_state is not None:
+        found[static_state] = ((after,), (wait_for_kernels,))
     end_update = compat.end_update_target()
     if end_update is not None:
         found[end_update] = ((around,), (sync.run_end_update,))
