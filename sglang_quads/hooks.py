@@ -300,7 +300,8 @@ def end_at_release(manager: Any, *_: Any, **__: Any) -> None:
 
 def wait_for_kernels(*_: Any, **__: Any) -> None:
     """SGLang unmaps memory without waiting for what still reads it: a forward that the overlap
-    scheduler ran for a request that had ended, the copies of the model's buffers."""
+    scheduler ran for a request that had ended, the copies of the model's buffers
+    (sgl-project/sglang#37932)."""
     if compat.device_type() == "cuda":
         torch.cuda.synchronize()
 
