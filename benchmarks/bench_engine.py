@@ -18,6 +18,7 @@ import argparse
 import functools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -109,7 +110,8 @@ def run_mode(mode: str, folder: Path, arguments: argparse.Namespace) -> dict[str
     )  # fmt: skip
     turns, counts = Turns(mode), arguments.sequences
     times = step_times(functools.partial(generate, llm), turns, counts, arguments.repeats)
-    result: dict[str, Any] = {str(count): time for count, time in times.items()}
+    result: dict[str, Any] = {"turns": times}
+    result |= {str(count): statistics.median(found) for count, found in times.items()}
     with turns.turn():
         result |= {f"kernels {count}": kernels(llm, count) for count in counts}
     turns.stay()
@@ -171,6 +173,8 @@ def show(results: dict[str, Any], sequences: list[int]) -> None:
         for mode, step in steps.items():
             busy = results[mode][f"kernels {count}"]["all"] / step
             print(f"{mode:16s} {step:7.2f} {count / step * 1e3:9.0f} {fp8 / step:5.2f} {busy:5.0%}")
+        for mode, result in results.items():
+            print(f"turns of {mode}: " + ", ".join(f"{t:.2f}" for t in result["turns"][str(count)]))
     for mode, result in results.items():
         if "sampled" in result:
             print(f"{mode}: counted at least 1 of {1 / max(result['sampled'], 1e-9):.1f} tokens")

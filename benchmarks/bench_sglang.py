@@ -18,6 +18,7 @@ import argparse
 import functools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -100,7 +101,8 @@ def run_mode(mode: str, folder: Path, sequences: list[int], repeats: int) -> dic
     result: dict[str, Any] = {"version": sglang.__version__}
     turns = Turns(f"sglang {mode}")
     times = step_times(functools.partial(generate, llm), turns, sequences, repeats)
-    result |= {str(count): time for count, time in times.items()}
+    result |= {str(count): statistics.median(found) for count, found in times.items()}
+    result["turns"] = times
     turns.stay()
     if options.get("quantization") == "quads_nvfp4":
         from sglang_quads import client
@@ -152,6 +154,8 @@ def show(results: dict[str, Any], sequences: list[int]) -> None:
             cells += f"{result[count]:13.3f} ms{ratio}"
         print(f"{mode:12}{cells}")
     for mode, result in results.items():
+        for count, turns in result["turns"].items():
+            print(f"turns of {mode}, {count} seq.: " + ", ".join(f"{t:.3f}" for t in turns))
         if "report" in result:
             print(f"{mode}: {result['report']}")
 

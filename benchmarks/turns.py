@@ -10,7 +10,6 @@ one folder and ``QUADS_BENCH_ENGINES`` the number of engines of both.
 
 import fcntl
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -93,8 +92,8 @@ class Turns:
 
 def step_times(
     run: Callable[[int, int], float], turns: Turns, counts: list[int], repeats: int
-) -> dict[int, float]:
-    """Milliseconds of a decode step by number of sequences, the median of ``repeats`` turns.
+) -> dict[int, list[float]]:
+    """Milliseconds of a decode step by number of sequences, one of each of ``repeats`` turns.
 
     run: of a number of sequences and of output tokens for each, the seconds that it took.
     """
@@ -105,4 +104,4 @@ def step_times(
                 run(count, SHORT)  # warms up
                 short, long = run(count, SHORT), run(count, LONG)
                 found[count].append((long - short) / (LONG - SHORT) * 1e3)
-    return {count: statistics.median(times) for count, times in found.items()}
+    return found
