@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -353,7 +353,8 @@ def main() -> int:
         parser.error(f"--only {args.only} names no group that runs with --device {args.device}")
     print(f"{'group':<22}{'tool':<11}{'errors':<30}seconds")
     with ThreadPoolExecutor(args.jobs) as pool:
-        for row in pool.map(lambda task: run_task(*task, args.device, args.limit), tasks):
+        running = [pool.submit(run_task, *task, args.device, args.limit) for task in tasks]
+        for row in (task.result() for task in as_completed(running)):
             rows.append(row)
             mark = "" if row.ok else f"FAILED\n{row.details}\n"
             print(
