@@ -9,13 +9,14 @@ in every engine (vLLM's routing simulator: dummy weights would send all tokens t
 Needs vLLM, this package with its entry points, and one GPU; with several, one engine runs on each.
 Every engine is a process. ``--together``: all start at once on one GPU and are timed in turns.
 
-"step": milliseconds of a decode step, from the difference of two runs that differ in their output
-length only, median of ``--repeats`` turns; "busy": the share of a decode-only stretch in which a
-kernel ran, from torch's profiler; "/fp8": decode throughput over the fastest FP8 mode's.
+"step": milliseconds between the ends of two steps in which all sequences decode, the median of all
+in ``--repeats`` turns, and their mean, which stalls raise; the longest are listed. "busy": kernel
+time of a decode step, from torch's profiler, as a share of the median; "tokens/s" and "/fp8", over
+the fastest FP8 mode's, are of the mean.
 """
 
 import argparse
-import functools
+import itertools
 import json
 import os
 import statistics
@@ -28,10 +29,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.turns import Turns, ended, step_times, turns_environment  # noqa: E402
+from benchmarks.turns import Turns, ended, turns_environment  # noqa: E402
 
 TOKENIZER = ROOT / "examples/models/arith-moe"
 PROMPT_TOKENS = 32
+DECODED, SKIPPED = 96, 8  # output tokens of a run, and steps at either end that are not timed
 PROFILED = 4, 12  # output tokens of two runs under the profiler
 OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -62,18 +64,26 @@ def write_model(folder: Path, layers: int) -> Path:
     return folder
 
 
-def generate(llm: Any, sequences: int, tokens: int) -> float:
-    """Seconds of ``tokens`` output tokens for each of ``sequences`` prompts."""
+def run_steps(llm: Any, sequences: int, tokens: int) -> list[float]:
+    """Milliseconds between the ends of the engine's steps, with as many prompts at once."""
     from vllm import SamplingParams
 
-    prompts = [
-        {"prompt_token_ids": [(7 * i + j) % 90 + 5 for j in range(PROMPT_TOKENS)]}
-        for i in range(sequences)
-    ]
+    engine = llm.llm_engine
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    start = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
-    return time.perf_counter() - start
+    for i in range(sequences):
+        prompt = {"prompt_token_ids": [(7 * i + j) % 90 + 5 for j in range(PROMPT_TOKENS)]}
+        engine.add_request(str(i), prompt, params)
+    ends = []
+    while engine.has_unfinished_requests():
+        engine.step()
+        ends.append(time.perf_counter())
+    return [(end - start) * 1e3 for start, end in itertools.pairwise(ends)]
+
+
+def decode_steps(llm: Any, sequences: int) -> list[float]:
+    """Those of ``run_steps`` in which every sequence decodes; all were prefilled in one step."""
+    run_steps(llm, sequences, 2 * SKIPPED)  # warms up
+    return run_steps(llm, sequences, DECODED)[SKIPPED:-SKIPPED]
 
 
 def kernels(llm: Any, sequences: int) -> dict[str, float]:
@@ -83,7 +93,7 @@ def kernels(llm: Any, sequences: int) -> dict[str, float]:
     totals = []
     for tokens in PROFILED:
         with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-            generate(llm, sequences, tokens)
+            run_steps(llm, sequences, tokens)
         totals.append({e.key[:60]: e.self_device_time_total for e in profiler.key_averages()})
     per_step = {
         k: (t - totals[0].get(k, 0.0)) / (PROFILED[1] - PROFILED[0]) / 1e3
@@ -109,9 +119,12 @@ def run_mode(mode: str, folder: Path, arguments: argparse.Namespace) -> dict[str
         **options,
     )  # fmt: skip
     turns, counts = Turns(mode), arguments.sequences
-    times = step_times(functools.partial(generate, llm), turns, counts, arguments.repeats)
-    result: dict[str, Any] = {"turns": times}
-    result |= {str(count): statistics.median(found) for count, found in times.items()}
+    times: dict[int, list[list[float]]] = {count: [] for count in counts}
+    for _ in range(arguments.repeats):
+        with turns.turn():
+            for count in counts:
+                times[count].append(decode_steps(llm, count))
+    result: dict[str, Any] = {str(count): found for count, found in times.items()}
     with turns.turn():
         result |= {f"kernels {count}": kernels(llm, count) for count in counts}
     turns.stay()
@@ -165,24 +178,28 @@ def run_all(out: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(results: dict[str, Any], sequences: list[int]) -> None:
-    """The table, and the kernels that take longest."""
-    for count in sequences:
-        steps = {mode: r[str(count)] for mode, r in results.items()}
-        fp8 = min((s for m, s in steps.items() if m.startswith("fp8")), default=float("nan"))
-        print(f"\n{count} sequences: step ms, tokens/s, /fp8, busy")
-        for mode, step in steps.items():
-            busy = results[mode][f"kernels {count}"]["all"] / step
-            print(f"{mode:16s} {step:7.2f} {count / step * 1e3:9.0f} {fp8 / step:5.2f} {busy:5.0%}")
+    """The table, what disturbed it, and the kernels that take longest."""
+    for count in map(str, sequences):
+        steps = {mode: list(itertools.chain(*r[count])) for mode, r in results.items()}
+        means = {mode: statistics.fmean(found) for mode, found in steps.items()}
+        fp8 = min((s for m, s in means.items() if m.startswith("fp8")), default=float("nan"))
+        print(f"\n{count} sequences: step ms, mean, tokens/s, /fp8, busy")
+        for mode, mean in means.items():
+            median = statistics.median(steps[mode])
+            busy = results[mode][f"kernels {count}"]["all"] / median
+            print(
+                f"{mode:16s} {median:7.3f} {mean:7.3f} {int(count) / mean * 1e3:9.0f} "
+                f"{fp8 / mean:5.2f} {busy:5.0%}"
+            )
         for mode, result in results.items():
-            print(f"turns of {mode}: " + ", ".join(f"{t:.2f}" for t in result["turns"][str(count)]))
+            medians = ", ".join(f"{statistics.median(turn):.2f}" for turn in result[count])
+            longest = ", ".join(f"{step:.1f}" for step in sorted(steps[mode])[:-9:-1])
+            print(f"{mode}: medians of the turns {medians}; longest {longest}")
+            top = list(result[f"kernels {count}"].items())[1:9]
+            print(f"{mode}: " + ", ".join(f"{k} {v:.2f}" for k, v in top))
     for mode, result in results.items():
         if "sampled" in result:
             print(f"{mode}: counted at least 1 of {1 / max(result['sampled'], 1e-9):.1f} tokens")
-    for count in sequences:
-        steps = {mode: r[str(count)] for mode, r in results.items()}
-        for mode in steps:
-            top = list(results[mode][f"kernels {count}"].items())[1:9]
-            print(f"{mode}: " + ", ".join(f"{k} {v:.2f}" for k, v in top))
 
 
 def main() -> None:

@@ -9,9 +9,10 @@ SGLang's Triton backends for attention and experts in every mode. Needs SGLang, 
 installed, and one GPU. Every engine is a process, one after another.
 
 "step": milliseconds of a decode step, from the difference of two runs that differ in their output
-length only, median of ``--repeats``; "x bf16": decode throughput over BF16's. Dummy weights send
-tokens to whatever experts their random router picks, the same router in every mode. Compensated
-modes gather statistics as they do by default, one of 64 tokens.
+length only, median of ``--repeats``; "x bf16": decode throughput over BF16's. Tokens are drawn at
+random: with dummy weights all are about as likely, so in every mode the batch is as varied, and
+calls as many experts. (The most likely tokens differ with the rounding of each mode; then some
+batches repeat themselves.) Compensated modes gather statistics as by default, one of 64 tokens.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def generate(llm: Any, sequences: int, tokens: int) -> float:
         [(7 * i + 13 * j) % (VOCABULARY - 10) + 5 for j in range(PROMPT_TOKENS)]
         for i in range(sequences)
     ]
-    params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    params = {"temperature": 1, "max_new_tokens": tokens, "ignore_eos": True}
     start = time.perf_counter()
     llm.generate(input_ids=prompts, sampling_params=params)
     return time.perf_counter() - start

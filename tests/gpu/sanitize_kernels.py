@@ -256,7 +256,7 @@ def sanitizer_command(tool: str) -> list[str]:
         sys.exit("compute-sanitizer is neither in PATH nor in /usr/local/cuda/bin (CUDA toolkit)")
     command = [program, "--tool", tool, "--error-exitcode", "9", "--show-backtrace", "device"]
     command += ["--target-processes", "application-only", "--launch-timeout", "120"]
-    command += ["--max-connections", "100", "--print-limit", "10000"]
+    command += ["--max-connections", "100", "--print-limit", "1000000"]
     if tool == "memcheck":
         command += ["--padding", "4096", "--report-api-errors", "no"]
     if tool == "initcheck":

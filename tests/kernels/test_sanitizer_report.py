@@ -49,6 +49,9 @@ BARRIER = """========= Barrier error detected. Divergent thread(s) in block.
 NOT_PRINTED = "========= ERROR SUMMARY: 7 errors were not printed. Use --print-limit option\n"
 COPY = "========= Host API uninitialized memory access at 0x7f00 on access by cudaMemcpy source\n"
 INVALID_COPY = "========= Host API memory access error at host access to 0x7f00 of size 8 bytes\n"
+SOURCE = """=========     Uninitialized access to 0x7f0080 on access by cudaMemcpy source
+=========
+"""
 UNTRACKED = "========= Internal Sanitizer Error: The Sanitizer didn't track the launch.\n"
 
 
@@ -76,6 +79,8 @@ def summary(count):
         (READ.format(TORCH) + summary(1), (1, 0, 1, 0)),
         (COPY + summary(1), (1, 0, 1, 0)),
         (INVALID_COPY + summary(1), (1, 1, 0, 1)),
+        (INVALID_COPY + SOURCE + summary(1), (1, 0, 1, 0)),
+        (INVALID_COPY + SOURCE.replace("source", "destination"), (None, 1, 0, 1)),
         (UNTRACKED + CLEAN, (0, 1, 0, 1)),
         ("========= Target application returned an error\n" + CLEAN, (0, 0, 0, 0)),
     ],
