@@ -12,12 +12,13 @@ Every engine is a process. ``--together``: all start at once on one GPU and are 
 "step": milliseconds between the ends of two steps in which all sequences decode, the median of all
 in ``--repeats`` turns, and their mean, which stalls raise; the longest are listed. "busy": kernel
 time of a decode step, from torch's profiler, as a share of the median; "tokens/s" and "/fp8", over
-the fastest FP8 mode's, are of the mean.
+the fastest FP8 mode's, are of the mean. Below, every turn: its median and the kernels of its steps.
 """
 
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -99,7 +100,7 @@ def kernels(llm: Any, sequences: int) -> dict[str, float]:
         k: (t - totals[0].get(k, 0.0)) / (PROFILED[1] - PROFILED[0]) / 1e3
         for k, t in totals[1].items()
     }
-    top = sorted(per_step, key=lambda k: -per_step[k])[:12]
+    top = sorted(per_step, key=lambda k: -per_step[k])[:24]
     return {"all": sum(per_step.values()), **{k: per_step[k] for k in top}}
 
 
@@ -119,14 +120,12 @@ def run_mode(mode: str, folder: Path, arguments: argparse.Namespace) -> dict[str
         **options,
     )  # fmt: skip
     turns, counts = Turns(mode), arguments.sequences
-    times: dict[int, list[list[float]]] = {count: [] for count in counts}
+    result: dict[str, Any] = {str(count): {"steps": [], "kernels": []} for count in counts}
     for _ in range(arguments.repeats):
         with turns.turn():
             for count in counts:
-                times[count].append(decode_steps(llm, count))
-    result: dict[str, Any] = {str(count): found for count, found in times.items()}
-    with turns.turn():
-        result |= {f"kernels {count}": kernels(llm, count) for count in counts}
+                result[str(count)]["steps"].append(decode_steps(llm, count))
+                result[str(count)]["kernels"].append(kernels(llm, count))
     turns.stay()
     if OPTIONS[mode].get("method", "nvfp4") != "nvfp4":
         result["sampled"] = least_sampled(llm)
@@ -178,25 +177,29 @@ def run_all(out: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(results: dict[str, Any], sequences: list[int]) -> None:
-    """The table, what disturbed it, and the kernels that take longest."""
+    """The table, every turn in it, and the kernels that take longest."""
     for count in map(str, sequences):
-        steps = {mode: list(itertools.chain(*r[count])) for mode, r in results.items()}
+        steps = {mode: list(itertools.chain(*r[count]["steps"])) for mode, r in results.items()}
         means = {mode: statistics.fmean(found) for mode, found in steps.items()}
         fp8 = min((s for m, s in means.items() if m.startswith("fp8")), default=float("nan"))
         print(f"\n{count} sequences: step ms, mean, tokens/s, /fp8, busy")
         for mode, mean in means.items():
             median = statistics.median(steps[mode])
-            busy = results[mode][f"kernels {count}"]["all"] / median
+            busy = statistics.median(k["all"] for k in results[mode][count]["kernels"]) / median
             print(
                 f"{mode:16s} {median:7.3f} {mean:7.3f} {int(count) / mean * 1e3:9.0f} "
                 f"{fp8 / mean:5.2f} {busy:5.0%}"
             )
         for mode, result in results.items():
-            medians = ", ".join(f"{statistics.median(turn):.2f}" for turn in result[count])
-            longest = ", ".join(f"{step:.1f}" for step in sorted(steps[mode])[:-9:-1])
-            print(f"{mode}: medians of the turns {medians}; longest {longest}")
-            top = list(result[f"kernels {count}"].items())[1:9]
-            print(f"{mode}: " + ", ".join(f"{k} {v:.2f}" for k, v in top))
+            found = result[count]
+            medians = [statistics.median(turn) for turn in found["steps"]]
+            turns = zip(medians, (k["all"] for k in found["kernels"]), strict=True)
+            print(f"{mode}: " + ", ".join(f"{m:.2f} (kernels {k:.2f})" for m, k in turns))
+            longest = sorted(steps[mode])[:-9:-1]
+            print(f"{mode}: longest " + ", ".join(f"{step:.1f}" for step in longest))
+            for name in list(found["kernels"][-1])[1:15]:
+                each = ", ".join(f"{k.get(name, math.nan):.3f}" for k in found["kernels"])
+                print(f"{mode}: {each} {name}")
     for mode, result in results.items():
         if "sampled" in result:
             print(f"{mode}: counted at least 1 of {1 / max(result['sampled'], 1e-9):.1f} tokens")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-__all__ = ["copy_rate", "graph_time", "graph_times", "read_rate"]
+__all__ = ["cache_reader", "copy_rate", "graph_time", "graph_times", "read_rate"]
 
 
 def graph_time(calls: Sequence[Callable[[], object]], replays: int = 20, rounds: int = 2) -> float:
@@ -18,24 +18,45 @@ def graph_time(calls: Sequence[Callable[[], object]], replays: int = 20, rounds:
 
 
 def graph_times(
-    calls: Mapping[str, Sequence[Callable[[], object]]], replays: int = 20, rounds: int = 2
+    calls: Mapping[str, Sequence[Callable[[], object]]],
+    replays: int = 20,
+    rounds: int = 2,
+    before: Sequence[Callable[[], object]] = (),
 ) -> dict[str, float]:
-    """``graph_time`` of several, replayed in turns: the clock drifts over seconds."""
-    graphs = {name: _captured(work, rounds) for name, work in calls.items()}
+    """``graph_time`` of several, replayed in turns: the clock drifts over seconds.
+
+    before: what runs in front of each call, for every one of them; its time alone is subtracted.
+    """
+    graphs = {
+        name: _captured([f for pair in zip(before, work, strict=True) for f in pair], rounds)
+        if before
+        else _captured(work, rounds)
+        for name, work in calls.items()
+    }
+    alone = _captured(before, rounds) if before else None
     times: dict[str, list[float]] = {name: [] for name in calls}
+    others: list[float] = []
     for turn in range(-3, replays):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if turn >= 0:
-                times[name].append(start.elapsed_time(end))
+        found = {name: _replay(graph) / len(calls[name]) for name, graph in graphs.items()}
+        other = _replay(alone) / len(before) if alone else 0.0
+        if turn >= 0:
+            others.append(other)
+            for name, time in found.items():
+                times[name].append(time)
     return {
-        name: statistics.median(found) * 1000 / (rounds * len(calls[name]))
+        name: (statistics.median(found) - statistics.median(others)) * 1000 / rounds
         for name, found in times.items()
     }
+
+
+def _replay(graph: torch.cuda.CUDAGraph) -> float:
+    """Milliseconds."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def _captured(calls: Sequence[Callable[[], object]], rounds: int) -> torch.cuda.CUDAGraph:
@@ -52,6 +73,13 @@ def _captured(calls: Sequence[Callable[[], object]], rounds: int) -> torch.cuda.
             for call in calls:
                 call()
     return graph
+
+
+def cache_reader(nbytes: int) -> Callable[[], object]:
+    """Reads so many bytes of its own, and so evicts others from the L2 cache."""
+    own = torch.ones(nbytes // 4, device="cuda")
+    result = torch.empty((), device="cuda")
+    return lambda: torch.sum(own, dim=0, out=result)
 
 
 def read_rate(gib: int = 4) -> float:
