@@ -106,14 +106,14 @@ def test_lists_that_wait_for_a_sync_come_back(log):
     compensator = loaded(log, chosen)
     serve(compensator, chosen)
     compensator.refresh_now()
-    waiting = [lists["channels"].tolist() for lists in compensator._chosen]
+    waiting = [lists["channels"].tolist() for lists in compensator._pending.lists]
     assert waiting == ALL_PLANTED
     before = buffers_of(compensator)
     engine = Engine(compensator, lambda: None, None)
     with pytest.raises(ValueError, match="HTTP Error 400"):
         run_passes(engine.rpc, engine.run, 2, None)
     assert_unchanged(compensator, before)
-    assert [lists["channels"].tolist() for lists in compensator._chosen] == waiting
+    assert [lists["channels"].tolist() for lists in compensator._pending.lists] == waiting
     assert channels(compensator) == NONE
 
 

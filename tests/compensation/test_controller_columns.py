@@ -96,7 +96,7 @@ def test_a_refresh_that_ends_a_sync_puts_its_lists_in_force(log):
     result = compensator.refresh_now()
     assert (result["applied"], result["changed"]) == (True, True)
     assert result["metrics"][0]["residual_energy_before"] > 0
-    assert channels(compensator) == ALL_PLANTED and compensator._chosen is None
+    assert channels(compensator) == ALL_PLANTED and compensator._pending.lists is None
     assert_columns(compensator, weights)
 
 
@@ -209,7 +209,7 @@ def test_what_fails_leaves_lists_and_columns_as_they_are(log, monkeypatch, tmp_p
     path = str(tmp_path / "selection")
     compensator.refresh_now()
     compensator.save(path, lambda parts: [parts])
-    compensator._chosen = None
+    compensator._pending.lists = None
     original = getattr(controller, step)
 
     def failing(*args, **kwargs):
@@ -220,7 +220,7 @@ def test_what_fails_leaves_lists_and_columns_as_they_are(log, monkeypatch, tmp_p
     monkeypatch.setattr(controller, step, failing)
     with pytest.raises(RuntimeError, match="in the middle"):
         compensator.refresh_now() if step == "refresh" else compensator.load(path)
-    assert channels(compensator) == NONE and compensator._chosen is None
+    assert channels(compensator) == NONE and compensator._pending.lists is None
     monkeypatch.undo()
     weights = send(compensator, units, 1)
     compensator.end_sync()

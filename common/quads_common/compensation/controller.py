@@ -10,7 +10,7 @@ load, and come into force when the sync ends.
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,18 +28,12 @@ from quads_common.compensation.files import (
 from quads_common.compensation.metrics import SiteMetrics, refresh_summary, with_last_known
 from quads_common.compensation.options import KINDS, CompensationOptions
 from quads_common.compensation.paths import absolute
+from quads_common.compensation.pending import PendingLists
 from quads_common.compensation.refresh import refresh, refresh_is_due
 from quads_common.compensation.selection import checksums
 from quads_common.compensation.site import Site
-from quads_common.compensation.state import (
-    SiteState,
-    clones,
-    forget_served,
-    lists_that_differ,
-    new_site_state,
-    with_lists,
-)
-from quads_common.compensation.statistics import copy_into, reset
+from quads_common.compensation.state import SiteState, new_site_state
+from quads_common.compensation.statistics import reset
 
 __all__ = ["Compensator", "Log"]
 
@@ -90,9 +84,7 @@ class Compensator:
         self._rows: dict[str, int] = {}  # of each site's weights
         self._warned: set[str] = set()  # kinds whose splice count is too large
         self._start_file = selection_file
-        # With BF16 columns: lists of all sites that wait for a sync, and whether they are new.
-        self._chosen: list[dict[str, torch.Tensor]] | None = None
-        self._chosen_differ = False
+        self._pending = PendingLists(self._states, self._columns)  # with BF16 columns
         self._backup: Backup | None = None  # while a calibration runs
         self._loaded = False
         self._arriving = False
@@ -149,12 +141,9 @@ class Compensator:
             self._restore_start_file()
             return
         self.boundaries += 1
-        if self._chosen is None and refresh_is_due(self.boundaries, self.options):
-            self._choose(self._refresh)
-        if self._chosen is not None:
-            for name, lists in zip(self._states, self._chosen, strict=True):
-                if name in self._columns:
-                    self._columns[name].announce(lists)
+        if self._pending.lists is None and refresh_is_due(self.boundaries, self.options):
+            self._pending.choose(self._refresh)
+        self._pending.announce()
 
     def loaded(self) -> None:
         """The engine's first load is over."""
@@ -203,7 +192,7 @@ class Compensator:
         before = self.version
         done = self._end_sync()
         if not done and self.gathers_columns:
-            self._choose(self._refresh)
+            self._pending.choose(self._refresh)
             self._wait("the refresh")
         elif not done:
             self._refresh()
@@ -234,7 +223,7 @@ class Compensator:
         self.end_sync()
         self.count_staged()
         self._backup = take_backup(
-            self.states, self.metrics, self._last_known, self._chosen, self._chosen_differ
+            self.states, self.metrics, self._last_known, self._pending.lists, self._pending.differ
         )
         self.forget()
 
@@ -254,7 +243,7 @@ class Compensator:
         self.count_staged()
         differ = bring_back(backup, self.states, lists=not self.gathers_columns)
         self.metrics, self._last_known = backup.metrics, backup.last_known
-        self._chosen, self._chosen_differ = backup.chosen, backup.chosen_differ
+        self._pending.lists, self._pending.differ = backup.chosen, backup.chosen_differ
         if differ:
             self._changed()
         self._info("a calibration failed: statistics and lists are those before it")
@@ -273,7 +262,7 @@ class Compensator:
         gather: every rank's parts on the rank that writes, None on the others.
         """
         self.count_staged()
-        parts = [snapshot(state) for state in self._with_chosen()]
+        parts = [snapshot(state) for state in self._pending.states()]
         everyone = gather(parts)
         if everyone is None:
             return None
@@ -292,7 +281,7 @@ class Compensator:
         write = self._reader(path)
         self.end_sync()
         if self.gathers_columns:
-            self._choose(write)
+            self._pending.choose(write)
             self._wait(absolute(path))
         else:
             write()
@@ -392,50 +381,14 @@ class Compensator:
             self._reader(path)()
             self._changed()
 
-    def _choose(self, write_lists: Callable[[], bool]) -> None:
-        """Run what writes new lists; keep them for the next sync and the old ones in force."""
-        in_force = self._put(None)
-        try:
-            differ = write_lists()
-            chosen = self._put(None)
-        finally:
-            self._put(in_force)
-        self._chosen, self._chosen_differ = chosen, differ
-
-    def _with_chosen(self) -> Iterator[SiteState]:
-        """The states as they would be if the lists that wait were in force, one after the other."""
-        if self._chosen is None:
-            yield from self.states
-            return
-        for state, lists in zip(self.states, self._chosen, strict=True):
-            yield with_lists(state, lists)
-
-    def _put(self, lists: list[dict[str, torch.Tensor]] | None) -> list[dict[str, torch.Tensor]]:
-        """Write the lists of all sites, if any; returns those that were there."""
-        selections = [state.selection.buffers() for state in self.states]
-        old = [clones(buffers) for buffers in selections]
-        for buffers, new in zip(selections, lists or [], strict=False):
-            for name, tensor in buffers.items():
-                tensor.copy_(new[name])
-        return old
-
     def _commit(self) -> bool:
         """Put the lists in force that waited; returns whether there were any that came whole."""
-        chosen, self._chosen = self._chosen, None
-        if chosen is None:
+        if self._pending.lists is None:
             return False
         self.count_staged()
-        late = []
-        for (name, state), lists in zip(self._states.items(), chosen, strict=True):
-            columns = self._columns.get(name)
-            moved = lists_that_differ(lists["channels"], state)
-            if columns is None:
-                copy_into(state.selection.buffers(), lists, name)
-            elif not columns.commit():
-                late.append(name)
-                continue
-            forget_served(state, moved)
-        if self._chosen_differ and len(late) < len(chosen):
+        late = self._pending.commit()
+        some = len(late) < len(self._states)
+        if self._pending.differ and some:
             self._changed()
         if late:
             self._log.warning(
@@ -444,4 +397,4 @@ class Compensator:
                 len(late),
                 ", ".join(late[:4]) + (", ..." if len(late) > 4 else ""),
             )
-        return len(late) < len(chosen)
+        return some
