@@ -4,11 +4,11 @@
 
 Whole layers with random selections, that of the plain layer as the base: both backends, folded and
 exact forms, with and without gathering statistics. CUDA graph replay, median, several layers and
-routings in turn so that weights come from memory. ``--cold``: as in an engine other memory is read
-between two layers, so that their lists come from memory too, and their input from the L2 cache.
-Microseconds, and percent over the plain layer. A result that is far from the plain layer's is not
-timed. The quantizers and the statistics alone follow. ``tests/gpu/check_compensation_kernels.py``
-compares results with the torch code.
+routings in turn so that weights, lists and inputs come from memory. ``--hot-input``: the input lies
+in the L2 cache, as in an engine, so it hides no latency of the lists. Microseconds, and percent
+over the plain layer. A result that is far from the plain layer's is not timed. The quantizers and
+the statistics alone follow. ``tests/gpu/check_compensation_kernels.py`` compares results with the
+torch code.
 """
 
 import argparse
@@ -186,20 +186,20 @@ def warm(name: str) -> None:
     torch.cuda.synchronize()
 
 
-def timing(backends: Sequence[str] = ("hopper", "triton"), cold: bool = False) -> bool:
+def timing(backends: Sequence[str] = ("hopper", "triton"), hot_input: bool = False) -> bool:
     """The tables; a result that is far from the plain layer's is not timed."""
     layers = tile(make_layers(SHAPE, 3))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: us, and % over plain")
     print(f"byte floor of columns: {100 * column_bytes(layers[0]):+.1f} % of expert bytes")
     tables = {"hopper": (plain_hopper, HOPPER_VARIANTS), "triton": (plain, VARIANTS)}
-    passed = [table(backend, *tables[backend], layers, cold) for backend in backends]
+    passed = [table(backend, *tables[backend], layers, hot_input) for backend in backends]
     rows_table(layers, timed=True)
     count_table(timed=True)
     return all(passed)
 
 
 def table(
-    backend: str, base: Call, variants: dict[str, Variant], layers: list[Layer], cold: bool
+    backend: str, base: Call, variants: dict[str, Variant], layers: list[Layer], hot_input: bool
 ) -> bool:
     calls = {name: call_of(variant, layers) for name, variant in variants.items()}
     print(" ".join(f"{h:>12}" for h in [backend, "plain", "again", *calls]), flush=True)
@@ -207,7 +207,9 @@ def table(
     for tokens in TOKENS:
         routings = make_routings(SHAPE, tokens)
         pairs = [(layer, r) for r in routings for layer in layers]
-        before = [functools.partial(engine_before, read, r.x) for _, r in pairs] if cold else []
+        before = (
+            [functools.partial(engine_before, read, r.x) for _, r in pairs] if hot_input else []
+        )
         work: dict[str, list[Callable]] = {}
         for name, call in {"plain": base, "again": base, **calls}.items():
             want, got = base(*pairs[0]).double(), call(*pairs[0]).double()
@@ -225,7 +227,7 @@ def table(
 
 
 def engine_before(read: Callable[[], object], x: torch.Tensor) -> None:
-    """What an engine leaves in the L2 cache when a layer starts: its input."""
+    """Leave in the L2 cache what an engine leaves there when a layer starts: its input."""
     read()
     x.mul_(1.0)
 
@@ -312,6 +314,6 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backends", nargs="+", default=["hopper", "triton"])
-    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--hot-input", action="store_true")
     args = parser.parse_args()
-    sys.exit(0 if timing(args.backends, args.cold) else 1)
+    sys.exit(0 if timing(args.backends, args.hot_input) else 1)
