@@ -52,7 +52,7 @@ def linear(
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x has K = {x.shape[-1]}, the weight has K = {weight.shape[-1]}")
     check_bias("bias", bias, weight.shape[:1])
-    operand, row_scale = scaled_operand(x.reshape(-1, x.shape[-1]), act)
+    operand, row_scale = scaled_operand(torch.atleast_2d(x).flatten(0, -2), act)
     acc = operand @ unscaled_values(weight.packed, weight.block_scale).T  # [M, K] @ [K, N]
     y = acc * (row_scale * weight.global_scale)
     if bias is not None:

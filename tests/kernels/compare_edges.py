@@ -10,7 +10,11 @@ import torch
 from quads_common.activation import Activation
 from quads_common.compensation.operands import InputCompensation
 from quads_common.format import QuantizedTensor
-from quads_common.kernels.compensated import fused_moe_compensated_triton
+from quads_common.gemm import linear
+from quads_common.kernels.compensated import (
+    fused_moe_compensated_triton,
+    linear_compensated_triton,
+)
 from quads_common.kernels.compensated_rows import CompensatedRows, compensate_rows
 from quads_common.kernels.gemm import linear_triton
 from quads_common.kernels.moe import fused_moe_triton
@@ -74,6 +78,15 @@ def edges(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
         yield f"linear {layout}", *same_bytes(linear_triton(moved, weight), want)
     none = linear_triton(x[:0], weight)
     yield "linear of no rows", none.shape == (0, n), str(list(none.shape))
+    bias = torch.randn(n, generator=generator).to(device, torch.bfloat16)
+    empty = quantize_triton(torch.empty((n, 0), dtype=torch.bfloat16, device=device))
+    for given in (None, bias):
+        want = linear(x[:, :0], empty, given)
+        for got in (
+            linear_triton(x[:, :0], empty, given),
+            linear_compensated_triton(x[:, :0], empty, given, compensation=InputCompensation()),
+        ):
+            yield "linear without channels", *same_bytes(got, want)
     yield from no_tokens(x[:0], hidden, inner, experts, top_k, device)
 
 

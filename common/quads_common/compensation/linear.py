@@ -36,7 +36,7 @@ def linear_compensated(
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x has K = {x.shape[-1]}, the weight has K = {weight.shape[-1]}")
     check_bias("bias", bias, weight.shape[:1])
-    rows = x.reshape(-1, x.shape[-1])
+    rows = torch.atleast_2d(x).flatten(0, -2)
     if staging is not None:
         stage(staging, rows)
     y = product(compensated_operands(rows, compensation), weight, compensation.columns)

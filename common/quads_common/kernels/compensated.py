@@ -49,7 +49,7 @@ def linear_compensated_triton(
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x has K = {x.shape[-1]}, the weight has K = {weight.shape[-1]}")
     check_bias("bias", bias, weight.shape[:1])
-    rows = x.reshape(-1, x.shape[-1])
+    rows = torch.atleast_2d(x).flatten(0, -2)
     stacked = QuantizedTensor(
         weight.packed.unsqueeze(0), weight.block_scale.unsqueeze(0), weight.global_scale.reshape(1)
     )

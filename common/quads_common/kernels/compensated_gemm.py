@@ -13,7 +13,7 @@ from quads_common.compensation.operands import InputCompensation
 from quads_common.format import QuantizedTensor
 from quads_common.kernels import _compensated_gemm
 from quads_common.kernels.compensated_rows import CompensatedRows, Parts
-from quads_common.kernels.gemm import GemmConfig, check_operands, grouped_gemm
+from quads_common.kernels.gemm import GemmConfig, check_operands, grouped_gemm, write_empty_sums
 from quads_common.kernels.route import RoutingTable
 from quads_common.weight_tiles import TileLayout
 
@@ -79,7 +79,7 @@ def compensated_gemm(
     if y.numel() == 0:
         return
     if width == 0:
-        y.zero_()
+        write_empty_sums(y, bias, table)
         return
     rac = isinstance(source, Parts) and source.rac
     tiled, word = ("no", torch.int32) if layout is None else (layout.order, torch.int64)

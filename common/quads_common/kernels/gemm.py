@@ -68,7 +68,7 @@ def linear_triton(
     check_bias("bias", bias, weight.shape[:1])
     if act not in ACT_FORMATS:
         raise ValueError(f"act {act!r} is not one of {list(ACT_FORMATS)}")
-    rows = x.reshape(-1, x.shape[-1])
+    rows = torch.atleast_2d(x).flatten(0, -2)
     operand = quantize_rows(rows, quantized=act == "nvfp4").operand
     assert operand is not None
     y = x.new_empty((rows.shape[0], weight.shape[0]))
@@ -123,7 +123,7 @@ def grouped_gemm(
     if y.numel() == 0:
         return
     if width == 0:
-        y.zero_()
+        write_empty_sums(y, bias, table)
         return
     tiled, word = ("no", torch.int32) if layout is None else (layout.order, torch.int64)
     blocks = triton.cdiv(y.shape[0], config.block_m) if table is None else table.experts.numel()
@@ -147,6 +147,22 @@ def grouped_gemm(
         STAGES=config.stages, TILED=tiled, num_warps=config.warps, num_stages=config.stages,
         enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def write_empty_sums(
+    y: torch.Tensor, bias: torch.Tensor | None, table: RoutingTable | None
+) -> None:
+    """What a GEMM without channels gives: 0, or a linear's bias, in y.
+
+    Raises:
+        ValueError: experts without channels that have a bias.
+    """
+    if bias is None:
+        y.zero_()
+    elif table is None:
+        y.copy_(bias.reshape(-1))
+    else:
+        raise ValueError(f"experts of K = 0 have a bias {list(bias.shape)}: nothing to compute")
 
 
 def check_operands(
