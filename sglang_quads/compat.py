@@ -39,6 +39,7 @@ __all__ = [
     "missing",
     "parallelism_info",
     "resolve_target",
+    "tensor_request_target",
     "update_targets",
     "updated_model",
     "updated_model_config",
@@ -105,6 +106,11 @@ def update_targets() -> dict[str, str]:
         f"{owner}.{distributed}": "distributed",
         f"{owner}.update_weights_from_ipc": "ipc",
     }
+
+
+def tensor_request_target() -> str:
+    """What reads the tensors of a request before it hands them to an update function."""
+    return "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_tensor"
 
 
 def end_update_target() -> str | None:

@@ -129,14 +129,18 @@ def _count_settled(runtime: Runtime) -> None:
 class FlushState:
     """The radix cache of one model's scheduler.
 
-    seen: versions of all ranks' lists, as last compared. due: a flush has to come. told: that it
-    waits. held: rounds in which new requests waited for it.
+    seen: versions of all ranks' lists, as last compared. due: what made it stale, "" if nothing.
+    told: that the flush waits. held: rounds in which new requests waited for it.
     """
 
     seen: list[int] = field(default_factory=list)
-    due: bool = False
+    due: str = ""
     told: bool = False
     held: int = 0
+
+    def ask(self, why: str) -> None:
+        """A flush has to come; why: what happened."""
+        self.due, self.told, self.held = why, False, 0
 
 
 def note_changes(runtime: Runtime, state: FlushState) -> None:
@@ -157,7 +161,7 @@ def note_changes(runtime: Runtime, state: FlushState) -> None:
     check_alike(states)
     versions = [found["version"] for found in states]
     if versions != (state.seen or [found["start_version"] for found in states]):
-        state.due, state.told, state.held = True, False, 0
+        state.ask("the selection changed")
     state.seen = versions
 
 
@@ -195,8 +199,9 @@ def nothing_runs(scheduler: Any) -> bool:
 def _tell(scheduler: Any, state: FlushState) -> None:
     if not state.told and not scheduler.server_args.disable_radix_cache:
         logger.warning(
-            "quads_nvfp4: the selection changed while requests were running: they go on with keys "
-            "and values that were computed with the one before, and until none runs new requests "
-            "find those in the radix cache too; then it is flushed"
+            "quads_nvfp4: %s while requests were running: they go on with keys and values that "
+            "were computed before, and until none runs new requests find those in the radix cache "
+            "too; then it is flushed",
+            state.due,
         )
     state.told = True

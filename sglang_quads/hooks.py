@@ -86,6 +86,7 @@ def _hooks() -> dict[str, tuple[tuple[HookType, ...], tuple[Any, ...]]]:
     }
     for target, kind in compat.update_targets().items():
         found[target] = ((around,), (functools.partial(sync.run_update, kind),))
+    found[compat.tensor_request_target()] = ((around,), (sync.run_tensor_request,))
     static_state = compat.static_state_target()
     if static_state is not None:
         found[static_state] = ((after,), (wait_for_kernels,))
@@ -321,9 +322,9 @@ def end_at_resume(_: Any, manager: Any, request: Any) -> None:
 
 
 def flush_changed(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Flush what changed lists made stale before anything is looked up there."""
+    """Flush what changed lists, or an update that failed, made stale, before it is looked up."""
     config = config_of(scheduler.tp_worker.model_runner.model)
-    if config is None or config.runtime is None:
+    if config is None:
         return original(scheduler, *args, **kwargs)
     return next_batch(original, scheduler, config.flush, *args, **kwargs)
 
@@ -332,7 +333,7 @@ def note_flush(success: bool, scheduler: Any, *_: Any, **__: Any) -> None:
     """Whoever flushed the cache."""
     config = config_of(scheduler.tp_worker.model_runner.model)
     if success and config is not None:
-        config.flush.due = False
+        config.flush.due = ""
 
 
 def name_warm_up(request: Any) -> None:

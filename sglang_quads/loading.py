@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from torch import nn
 
 from quads_common.layer_weights import drop_open
@@ -126,12 +127,14 @@ def watch_load_weights(model: nn.Module) -> None:
 class Seen:
     """Of one call. expected: calls of loaders that must come. not_taken: names without one.
 
-    known, unknown: whether any, and which of the other tensors have names of the model's.
+    known: whether any of the other tensors has a name of the model's. doubtful, unknown: those of
+    which that is not certain, and those that have none.
     """
 
     expected: int = 0
     not_taken: list[str] = field(default_factory=list)
     known: bool = False
+    doubtful: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
 
@@ -155,7 +158,12 @@ class Watch:
                 self.experts[loader.shards.prefix] = loader
             elif loader is not None:
                 self.linears.update(dict.fromkeys(module.quads_names, loader))
-        self.names = ModelNames(model, self.linears)
+        self.kept_experts = {
+            name: module.num_experts
+            for name, module in model.named_modules()
+            if name not in self.experts and isinstance(module, FusedMoE)
+        }
+        self.names = ModelNames(model, self.linears, self.kept_experts)
         self.loaders = {id(x): x for x in (*self.experts.values(), *self.linears.values())}
 
     def load(
@@ -187,21 +195,26 @@ class Watch:
                 "quads_nvfp4: no parameter of the model has such a name: %s; SGLang skips them",
                 shortened(seen.unknown),
             )
+        if seen.doubtful:
+            logger.warning(
+                "quads_nvfp4: neither the model's parameters nor its checkpoint have such a name: "
+                "%s; SGLang may skip them",
+                shortened(seen.doubtful),
+            )
         return result
 
     def _follow(
         self, weights: Iterable[tuple[str, torch.Tensor]], seen: "Seen"
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Hand tensors on; count those that a loader must take, note those that none took."""
-        for name, weight in weights:
+        for name, weight in self._unstacked(weights):
             experts = self._experts_of(name)
             loader = experts or self.linears.get(name)
-            if loader is None and self.names.known(name):
-                seen.known = True
-                yield name, weight
-                continue
-            if loader is None and not self.names.like_quantized(name):
-                seen.unknown.append(name)
+            verdict = self.names.judge(name) if loader is None else "quantized"
+            if verdict != "quantized":
+                seen.known |= verdict != "unknown"
+                if verdict != "known":
+                    (seen.doubtful if verdict == "doubtful" else seen.unknown).append(name)
                 yield name, weight
                 continue
             before = self._calls() if loader is None else loader.calls
@@ -221,6 +234,34 @@ class Watch:
             return False
         loader.load_stack(weight, STACKS[tail], name)
         return True
+
+    def _unstacked(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stacks of experts that stay as they are, one expert after the other.
+
+        Raises:
+            ValueError: a stack of other experts than the module's, or experts that the model
+                knows under other names.
+        """
+        for name, weight in weights:
+            prefix, _, tail = name.removesuffix(".weight").rpartition(".")
+            count = self.kept_experts.get(prefix)
+            stack = STACKS.get(f".{tail}") if count is not None else None
+            if stack is None:
+                yield name, weight
+                continue
+            if weight.ndim != 3 or weight.shape[0] != count:
+                raise ValueError(f"{name}: expected {count} experts, got {list(weight.shape)}")
+            if not self.names.takes_experts_alone(prefix):
+                raise ValueError(f"{name}: send the experts of this model one by one")
+            halves = {"down_proj": weight}
+            if stack == "w13":
+                gate, up = weight.chunk(2, dim=1)
+                halves = {"gate_proj": gate, "up_proj": up}
+            for projection, each in halves.items():
+                for i, expert in enumerate(each):
+                    yield f"{prefix}.{i}.{projection}.weight", expert
 
     def _experts_of(self, name: str) -> ExpertLoader | None:
         prefix, experts, _ = name.rpartition(".experts.")

@@ -28,12 +28,14 @@ __all__ = [
     "forget_weights",
     "refuse_lost",
     "run_end_update",
+    "run_tensor_request",
     "run_update",
 ]
 
 logger = logging.getLogger(__name__)
 
 _LOST = "quads_weights_lost"  # attribute of the model
+WHOLE = ("disk", "ipc")  # updates that bring everything: they begin and end with a boundary
 
 
 def run_update(
@@ -43,13 +45,20 @@ def run_update(
 
     Left alone, an exception ends the scheduler, and the client hears of rank 0's errors only,
     though an expert may be another rank's. kind: "disk", "tensor", "distributed" or "ipc".
+
+    What a failed call left half is dropped, lest it pair with the half of another update. It may
+    have changed weights, while SGLang flushes the radix cache after a success only.
     """
     model = compat.updated_model(owner)
-    if config_of(model) is None:
+    config = config_of(model)
+    if config is None:
         return original(owner, *args, **kwargs)
     model_config = compat.updated_model_config(owner)
     path = model_config.model_path
     units = all_units(model)
+    if kind in WHOLE:
+        boundary(model, f"update_weights_from_{kind}")
+    before = [group.now for group in units]
     drain_errors()
     with whole_update(units) if kind == "disk" else contextlib.nullcontext() as incomplete:
         try:
@@ -69,11 +78,31 @@ def run_update(
     if errors:
         success, message = False, "; ".join(errors)
     success, message = agree(success, message)
-    if kind in ("disk", "ipc"):  # whole updates, which end with a boundary
+    if not success:
+        for group, then in zip(units, before, strict=True):
+            for sentence in group.drop_since(then):
+                logger.warning("Incomplete weight update: %s", sentence)
+        config.flush.ask("an update failed")
+    if kind in WHOLE:
         changed_lists(model)
     if kind == "disk" and not success:
         model_config.model_path = path
     return success, message
+
+
+def run_tensor_request(original: Callable[..., Any], worker: Any, request: Any) -> Any:
+    """Tensors that cannot be read from a request, in its answer; SGLang's scheduler ends of them.
+
+    On the other ranks ``run_update`` has or will come as far, and hears of it.
+    """
+    config = config_of(compat.updated_model(worker.model_runner))
+    if config is None:
+        return original(worker, request)
+    try:
+        return original(worker, request)
+    except Exception as error:  # told to the client, on every rank
+        config.flush.ask("an update failed")
+        return agree(False, f"{type(error).__name__}: {error}")
 
 
 def names_filtered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -49,13 +49,14 @@ class OpenUnit:
     """A unit of which some parts have arrived.
 
     buffer: [N, K] bf16, this rank's shard. sources: checkpoint name by part. amax: by part, on a
-    CPU only. mask: the parts as bits, on a GPU only.
+    CPU only. mask: the parts as bits, on a GPU only. changed: when, as ``WeightUnits.now`` counts.
     """
 
     buffer: torch.Tensor | None = None
     sources: dict[str, str] = field(default_factory=dict)
     amax: dict[str, torch.Tensor] = field(default_factory=dict)
     mask: int = 0
+    changed: int = 0
 
 
 def check_incoming(tensor: torch.Tensor, shape: Sequence[int], name: str) -> None:

@@ -68,6 +68,7 @@ class WeightUnits:
         self.layout = layout
         self.watcher: Watcher | None = None  # needs staged parts: ``stage`` and ``arrived``
         self.loaded: set[int] = set()  # units that hold weights since the last `forget`
+        self.now = 0  # arrivals so far, of parts or of pieces of them
         self._open: dict[int, OpenUnit] = {}
         self._bits = {part: 1 << i for i, part in enumerate(self.parts)}
         self._all_bits = 2 ** len(self.parts) - 1
@@ -99,6 +100,7 @@ class WeightUnits:
         opened = self._open.get(unit)
         if opened is None:
             opened = self._open[unit] = OpenUnit()
+        opened.changed = self.now = self.now + 1
         if opened.buffer is None:
             _, rows, half_k = self.packed.shape
             opened.buffer = torch.empty(
@@ -119,6 +121,7 @@ class WeightUnits:
         if gpu is not None:
             return self._take(gpu, unit, parts, full, source, NO_PIECE)
         opened = self._open[unit]
+        opened.changed = self.now = self.now + 1
         amax = weight_amax(full).amax().to(self.packed.device)
         for part in parts:
             self._bit(part, source)
@@ -150,15 +153,24 @@ class WeightUnits:
 
     def drop_open(self) -> list[str]:
         """Free what is incomplete; one sentence for each unit that was. Raises as ``check``."""
+        dropped = self.drop_since(-1)
+        self._raise_nonfinite(dropped)
+        return dropped
+
+    def drop_since(self, then: int) -> list[str]:
+        """Free what is incomplete and has changed since ``now`` was ``then``; a sentence for each.
+
+        For calls that fail: what they left half must not become whole with another update's half.
+        """
         dropped = []
         for unit, opened in sorted(self._open.items()):
-            missing = [part for part in self.parts if part not in opened.sources]
-            dropped.append(
-                f"{self.name}[{unit}]: got {sorted(set(opened.sources.values()))}, "
-                f"never got {missing}; previous weights kept"
-            )
-        self._open.clear()
-        self._raise_nonfinite(dropped)
+            if opened.changed > then:
+                missing = [part for part in self.parts if part not in opened.sources]
+                dropped.append(
+                    f"{self.name}[{unit}]: got {sorted(set(opened.sources.values()))}, "
+                    f"never got {missing}; previous weights kept"
+                )
+                del self._open[unit]
         return dropped
 
     def missing(self) -> list[int]:
@@ -251,6 +263,7 @@ class WeightUnits:
         opened = self._open.get(unit)
         if opened is None:
             opened = self._open[unit] = OpenUnit()
+        opened.changed = self.now = self.now + 1
         last = opened.mask | mask == self._all_bits
         stage = self.stage(unit) if piece.rows and not last else opened.buffer
         gpu.take(unit, mask, full, piece, stage, last)

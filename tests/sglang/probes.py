@@ -10,22 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from sglang_quads import client
 from tests.sglang import updates
 from tests.sglang.engine import INSIDE
+from tests.sglang.failed_updates import FailedUpdates, weights_of
 from tests.vllm import syncing
 
 PROMPTS = ["347+589=", "12-345="]
 
 
-def weights_of(path: str) -> syncing.Tensors:
-    """The tensors of a checkpoint folder."""
-    return load_file(Path(path) / "model.safetensors")
-
-
-class Probes:
+class Probes(FailedUpdates):
     """The probes, by name; ``engine`` is a ``sglang.Engine``."""
 
     def __init__(self, engine: Any, folder: Path, model: Path) -> None:
@@ -169,104 +164,6 @@ class Probes:
         results["every tensor twice"] = self.observe()["state"]
         results["open at the end"] = self.inside("open_units")[0]
         return results
-
-    def bad_weights(self, first: str, second: str) -> dict[str, dict[str, Any]]:
-        """One wrong tensor in an otherwise good update: the error, and the state afterwards."""
-        good, old = weights_of(second), list(weights_of(first).items())
-        layer = "model.layers.1.mlp.experts"
-        name = f"{layer}.3.up_proj.weight"
-
-        def filled(value: float) -> torch.Tensor:
-            changed = good[name].clone()
-            changed[1, 2] = value
-            return changed
-
-        wrong = {
-            "nan": (name, filled(float("nan"))),
-            "inf": (name, filled(float("inf"))),
-            "shape": (name, torch.zeros(80, 256, dtype=torch.bfloat16)),
-            "transposed": (name, good[name].t().contiguous()),
-            "float64": (name, good[name].double()),
-            "unknown expert": (name.replace(".3.", ".99."), good[name]),
-            "stack": (f"{layer}.gate_up_proj", torch.ones(15, 128, 256, dtype=torch.bfloat16)),
-            "unknown name": (f"{layer}.3.extra.weight", good[name]),
-            "scales": (name.replace("up_proj.weight", "up_proj.weight_scale"), good[name]),
-        }
-        gate = name.replace("up_proj", "gate_proj")
-        results = {}
-        for case, item in wrong.items():
-            results[case] = self.failing(
-                lambda item=item: updates.tensors(self.engine, [item, (gate, good[gate])])
-            )
-        bad = {**good, name: filled(float("nan"))}
-        results["nan on disk"] = self.failing(
-            lambda: self.files.disk(self.engine, list(bad.items()))
-        )
-        one = f"{layer}.3."
-        for case, left_out in (("half on disk", gate), ("missing on disk", one)):
-            there = [item for item in good.items() if not item[0].startswith(left_out)]
-            self.update(updates.tensors, old)
-            results[case] = self.failing(lambda there=there: self.files.disk(self.engine, there))
-        self.update(updates.tensors, old)
-        results["direct"] = self.failing(
-            lambda: updates.check(
-                self.engine.update_weights_from_tensor(
-                    [("model.norm.weight", good["model.norm.weight"])], load_format="direct"
-                )
-            )
-        )
-        results["flash_rl"] = self.failing(
-            lambda: updates.check(
-                self.engine.update_weights_from_disk(second, load_format="flash_rl")
-            )
-        )
-        return results
-
-    def wrong_names(self, second: str) -> dict[str, dict[str, Any]]:
-        """Whole updates under names that a trainer's wrappers left, and single tensors."""
-        good = weights_of(second)
-        norm = good["model.norm.weight"]
-        renamed = {
-            "module": lambda name: f"module.{name}",
-            "no model": lambda name: name.removeprefix("model."),
-            "orig_mod": lambda name: name.replace(".mlp.", "._orig_mod.mlp."),
-        }
-        updates_of = {
-            case: [(rename(name), tensor) for name, tensor in good.items()]
-            for case, rename in renamed.items()
-        }
-        expert = good["model.layers.0.mlp.experts.0.gate_proj.weight"]
-        single = {
-            "norm": [("module.model.norm.weight", norm)],
-            "bare norm": [("norm.weight", norm)],
-            "wrapped norm": [("model.norm._orig_mod.weight", norm)],
-            "beside a known one": [("module.norm.weight", norm), ("model.norm.weight", norm)],
-            "rotary": [("model.layers.0.self_attn.rotary_emb.inv_freq", norm)],
-            "kv scale": [("model.layers.0.self_attn.k_proj.k_scale", norm)],
-            "draft layer": [("model.layers.4.mlp.experts.0.gate_proj.weight", expert)],
-        }
-        results = {}
-        for case, items in {**updates_of, **single}.items():
-            results[case] = self.failing(lambda items=items: updates.tensors(self.engine, items))
-        for case in renamed:  # as one call
-            items = updates_of[case]
-            results[f"{case}, whole"] = self.failing(
-                lambda items=items: updates.tensors(self.engine, items, bucket=len(items))
-            )
-        return results
-
-    def failing(self, update: Any) -> dict[str, Any]:
-        """The error of an update, and whether quantized weights are what they were."""
-        before = self.fingerprints()
-        try:
-            update()
-            error = ""
-        except RuntimeError as raised:
-            error = str(raised)
-        after = self.fingerprints()
-        changed = sorted(name for name in before if after[name] != before[name])
-        client.end_sync(self.engine)
-        return {"error": error, "changed": changed, "tokens": self.greedy()}
 
     def memory(self, first: str, second: str, count: int) -> list[dict[str, int]]:
         """Live tensors after each of several updates, and what was staged half-way."""

@@ -34,6 +34,9 @@ def moe(arith_moe, second_checkpoint, tmp_path_factory):
         ("interrupted", "interrupted", [first, second]),
         ("bad", "bad_weights", [first, second]),
         ("names", "wrong_names", [second]),
+        ("left half", "left_half", [first, second]),
+        ("unreadable", "unreadable", []),
+        ("after a failure", "after_a_failure", [first, second]),
         ("memory", "memory", [first, second, UPDATES]),
         ("release", "release", [first, second]),
     ]
@@ -59,7 +62,10 @@ def fresh(second_checkpoint, tmp_path_factory):
 @pytest.fixture(scope="module")
 def linears(dense, second_dense, tmp_path_factory):
     """The engine on the dense model."""
-    probes = [("matrix", "matrix", [str(dense), str(second_dense), False])]
+    probes = [
+        ("matrix", "matrix", [str(dense), str(second_dense), False]),
+        ("names", "names_inside_linears", [str(second_dense)]),
+    ]
     return run_engine(tmp_path_factory.mktemp("dense"), dense, probes, **PLAIN)
 
 
@@ -158,6 +164,41 @@ def test_interrupted_updates(moe):
     assert results["gates of W2, ups of W1: state"] == w1
     assert results["every tensor twice"] == w1
     assert results["open at the end"] == 0
+
+
+def test_no_half_pairs_with_another_updates(moe, second_checkpoint):
+    """Experts stay whole whatever order follows an update that left half of one."""
+    results = moe["left half"]
+    for case in ("given_up", "from_disk", "of_a_failed_call"):
+        assert (results[case]["error"], results[case]["changed"]) == ("", []), case
+    missing = results["from_disk_without_it"]
+    assert "no complete weights for model.layers.1.mlp.experts.w13[3];" in missing["error"]
+    assert missing["changed"] == []
+    assert results["of_an_earlier_call"]["error"] == "", "what came before the failed call counts"
+    expected = expected_prints(load_file(second_checkpoint / "model.safetensors"))
+    assert not differing(expected, quantized_part(results["then"]))
+
+
+def test_unreadable_tensors(moe):
+    """The server lives."""
+    assert moe["unreadable"]["error"], "it was accepted"
+    assert moe["unreadable"]["changed"] == []
+
+
+def test_the_radix_cache_after_a_failed_update(moe):
+    """Experts before the wrong one are new, so what was cached is of another model."""
+    found = moe["after a failure"]
+    assert "NaN or Inf" in found["error"]
+    assert found["before"][1] > 0, "nothing was cached"
+    assert found["after"] == found["flushed"]
+    assert found["after"][0] != found["before"][0], "nothing changed"
+    assert found["after"][1] == 0
+
+
+def test_names_inside_linears(linears):
+    for name, result in linears["names"].items():
+        assert f"_proj.{name}" in result["error"], "by us, or by SGLang's model"
+        assert result["changed"] == [], name
 
 
 BAD = {
