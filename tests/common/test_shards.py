@@ -237,6 +237,22 @@ def test_a_model_s_weights(stacks):
     raise_if_lost(model, "a nap")
 
 
+def test_what_came_since_is_dropped(stacks):
+    """Halves that were there before, and that nothing touched since, stay open."""
+    layer, loader = experts()
+    units = layer.quads_units[0]
+    gate = stacks[0][:, :INNER]
+    for expert in (0, 1, 2):
+        loader.load(gate[expert], "w1", expert)
+    then = units.now
+    loader.load(gate[1], "w1", 1)  # again
+    loader.load(gate[3], "w1", 3)
+    dropped = units.drop_since(then)
+    assert [text.split(":")[0] for text in dropped] == ["x.w13[1]", "x.w13[3]"]
+    assert units.drop_since(then) == []
+    assert [text.split(":")[0] for text in units.drop_open()] == ["x.w13[0]", "x.w13[2]"]
+
+
 def test_a_shard_that_cuts_a_block_is_refused():
     """intermediate size 96 over 4 ranks leaves 24: one and a half blocks."""
     sizes = {"experts": 2, "global_ids": (0, 1), "hidden": 256, "gated": True, "tp_rank": 0}

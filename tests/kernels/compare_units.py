@@ -277,3 +277,11 @@ def bad_units_later(device: str) -> Iterator[Check]:
     pair.load(0, "w1", bad, "bad", Piece(n))
     dropped = pair.drop_open()
     yield "units bad and incomplete", len(dropped) == 1 and pair.missing() == [0], str(dropped)
+    pair.load(0, "w1", good, "open", Piece(n))
+    then = pair.now
+    stays = pair.drop_since(then) == []
+    pair.load(0, "w1", good, "again", Piece(n))
+    dropped = pair.drop_since(then)
+    pair.load(0, "w3", good, "second half", Piece(n, n))
+    ok = stays and len(dropped) == 1 and pair.missing() == [0] and len(pair.drop_open()) == 1
+    yield "units dropped since a call", ok, str(dropped)
