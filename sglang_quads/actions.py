@@ -94,11 +94,12 @@ WITH_PATH: dict[str, Callable[[nn.Module, str], Any]] = {
     "quads_probe_selection": quads_probe_selection,
     "quads_load_selection": quads_load_selection,
 }
+_PREFIX = "quads_"
 
 
 def is_ours(action: str) -> bool:
-    """Whether an action of ``check_weights`` is one of these."""
-    return action.partition(" ")[0] in (*ACTIONS, *WITH_PATH)
+    """Whether an action of ``check_weights`` is meant for this: one of these, or one misspelt."""
+    return action.startswith(_PREFIX)
 
 
 def answer(model: nn.Module, action: str) -> dict[str, str]:
@@ -131,7 +132,10 @@ def _call(model: nn.Module, action: str) -> Any:
         if action != name:
             raise ValueError(f"{name} takes nothing after its name, got {action!r}")
         return ACTIONS[name](model)
-    if not path:
+    if name not in WITH_PATH:
+        allowed = [*ACTIONS, *(f"{known} PATH" for known in WITH_PATH)]
+        raise ValueError(f"action {name!r:.80} is not allowed: one of {allowed}")
+    if not path.strip():
         raise ValueError(f"{name} needs a path: {name} PATH")
     return WITH_PATH[name](model, path)
 

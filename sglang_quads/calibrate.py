@@ -48,7 +48,8 @@ def calibrate(
     needs (2 for splice with RAC). save: write the selection file there.
 
     Raises:
-        ValueError: no list of texts, one that is empty or too long, passes or max_tokens below 1.
+        ValueError: no list of texts, one that is empty or too long, passes or max_tokens below 1,
+            or an engine that compensates nothing.
         RuntimeError: save cannot be written. None of these has forgotten anything; what else fails
             brings back what was forgotten.
     """
@@ -88,8 +89,8 @@ class _Server(common.Server):
 
     missing_hint = ((_CHECK,), " (this SGLang has no such endpoint)")
 
-    def __init__(self, url: str, model: str | None = None) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, model: str | None, key: str | None) -> None:
+        super().__init__(url, key)
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """One of ``actions`` on all ranks."""

@@ -24,6 +24,7 @@ from quads_common.options import (
 from quads_common.placement import ModelFacts
 from sglang_quads import compat
 from sglang_quads.compensation import FlushState, new_runtime
+from sglang_quads.refusals import check_model_class
 
 __all__ = ["ENVIRONMENT_VARIABLE", "QuadsNvfp4Config", "environment_options", "options_of"]
 
@@ -151,8 +152,10 @@ class QuadsNvfp4Config(QuantizationConfig):
         """Facts of the model, load format, backend, compensation, before a layer is made.
 
         Raises:
-            ValueError: a backend that cannot run here, a selection file that does not fit.
+            ValueError: a model of Transformers, a backend that cannot run here, a selection file
+                that does not fit.
         """
+        check_model_class(model_class)
         self.facts = ModelFacts.from_hf_config(model_config.hf_config)
         load_format = load_config.load_format
         self.load_format = str(getattr(load_format, "value", load_format))

@@ -45,8 +45,8 @@ def calibrate(
     needs (2 for splice with RAC). save: write the selection file there.
 
     Raises:
-        ValueError: no list of prompts, one that is empty or too long, or passes or max_tokens below
-            1.
+        ValueError: no list of prompts, one that is empty or too long, passes or max_tokens below 1,
+            or an engine that compensates nothing.
         OSError: save cannot be written. None of these has forgotten anything; what else fails
             brings back what was forgotten.
     """
@@ -93,8 +93,8 @@ class _Server(common.Server):
         " (a server has this with VLLM_SERVER_DEV_MODE=1 only)",
     )
 
-    def __init__(self, url: str, model: str | None) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, model: str | None, key: str | None) -> None:
+        super().__init__(url, key)
         self.model = model or self._first_model()
 
     def rpc(self, method: str, *args: Any) -> list[Any]:

@@ -138,10 +138,23 @@ def test_an_undo_that_fails_is_told(log):
     def rpc(method, *args):
         if method == "quads_undo_calibration":
             raise OSError("gone")
-        return [None]
+        return [{}]
 
     def run():
         raise ValueError("too long")
 
     with pytest.raises(RuntimeError, match=r"too long; what was counted before .*back: gone"):
         run_passes(rpc, run, 1, None)
+
+
+@pytest.mark.parametrize("save", [None, "somewhere"])
+def test_an_engine_that_compensates_nothing_is_told_only_that(save):
+    asked = []
+
+    def rpc(method, *args):
+        asked.append(method)
+        return [None]
+
+    with pytest.raises(ValueError, match=r"^this engine compensates nothing, .*than 'nvfp4'$"):
+        run_passes(rpc, lambda: asked.append("run"), None, save)
+    assert asked == ["quads_selection_state"]

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from quads_common.compensation import (
@@ -307,6 +308,25 @@ HEADERS = {
     "site-null": (lambda h: h["sites"].update({"layers.0.w2": None}), r"site layers.0.w2 is None"),
     "site-empty": (lambda h: h["sites"].update({"layers.0.w2": {}}), r"w2: the header has no 'kin"),
     "site-type": (lambda h: h["sites"]["layers.0.w2"].update(shards="1"), r"shards '1' is no int"),
+    "surplus": (lambda h: h.update(note=1), r"the header has 'note'; allowed are \['contract_ver"),
+    "site-surplus": (
+        lambda h: h["sites"]["layers.0.w2"].update(note=1),
+        r"site layers.0.w2: the header has 'note'; allowed are \['kind', ",
+    ),
+    "ema": (lambda h: h["options"].update(ema=1.9), r"options: ema 1.9 is not allowed: a number"),
+    "sampling-rate": (
+        lambda h: h["options"].update(sampling_rate=2),
+        r"options: sampling_rate 2 is not allowed",
+    ),
+    "shaping-option": (
+        lambda h: h["options"].update(rac_statistic="mean"),
+        r"options: rac_statistic 'mean' is not allowed",
+    ),
+    "option-surplus": (lambda h: h["options"].update(knob=1), r"options: unknown option 'knob'"),
+    "version-first": (
+        lambda h: h.update(contract_version=2, note=1),
+        r"contract_version 2, this is 1",
+    ),
 }
 
 
@@ -321,6 +341,26 @@ def test_wrong_headers_are_refused(tmp_path, case):
     save_file({"x": torch.zeros(1)}, path, {"quads": "[1]"})
     with pytest.raises(ValueError, match=r"not a selection file: its header is \[1\]"):
         read_selection_file(path)
+
+
+def test_other_metadata_is_refused(tmp_path):
+    path = tmp_path / "s.safetensors"
+    written(path, [served()])
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    save_file(load_file(path), path, {**metadata, "format": "pt"})
+    with pytest.raises(ValueError, match=r"the header has 'format'; allowed are \['quads'\]"):
+        read_selection_file(path)
+
+
+def test_an_option_may_be_newer_than_a_file_unless_it_shapes_a_selection(tmp_path):
+    path = tmp_path / "s.safetensors"
+    written(path, [served()])
+    rewrite(path, lambda header, tensors: [header["options"].pop(k) for k in ("exact", "ema")])
+    restore(read_selection_file(path), empty(), tp_size=1, options=OPTIONS)
+    rewrite(path, lambda header, tensors: header["options"].pop("splice_weight"))
+    with pytest.raises(ValueError, match=r"splice_weight None, this engine has 'dequant'"):
+        restore(read_selection_file(path), empty(), tp_size=1, options=OPTIONS)
 
 
 def test_a_header_is_checked_without_any_site(tmp_path):

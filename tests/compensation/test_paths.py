@@ -122,11 +122,20 @@ def test_a_write_that_fails_leaves_what_was_there(here):
     assert Path("s").read_text() == "old" and names(here) == ["s"]
 
 
-@pytest.mark.parametrize("path", ["", None, 5, b"s", "a\0b"], ids=repr)
-def test_what_is_no_path_is_refused(path):
+@pytest.mark.parametrize(
+    "path, allowed",
+    [
+        *((path, "a str or os.PathLike, not blank") for path in ("", " ", "\t\n", None, 5, b"s")),
+        ("a\0b", "it holds NUL, which no path can"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_path_is_refused(here, path, allowed):
     for call in (path_text, absolute, write, probe, read_selection_file):
-        with pytest.raises(ValueError, match=r"^path .* is not allowed: a str or os.PathLike"):
+        with pytest.raises(ValueError) as found:
             call(path)
+        assert str(found.value) == f"path {path!r} is not allowed: {allowed}"
+    assert not names(here)
 
 
 def test_paths_of_calibration_and_of_a_rank(log, here):

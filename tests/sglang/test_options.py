@@ -1,4 +1,4 @@
-"""Option errors, refused features and the environment variable: up to SGLang's configuration.
+"""Option errors and the environment variable: up to SGLang's configuration.
 
 Nothing here starts an engine: building ``ServerArgs`` is what every way of starting SGLang does
 first, in the process that the user sees. Each case runs in a process of its own where plugins load
@@ -12,39 +12,9 @@ import sys
 import pytest
 
 from tests.sglang.engine import environment
+from tests.sglang.server_args import BASE, server_args
 
 pytestmark = pytest.mark.sglang
-
-# Read cases from stdin, answer with what building ServerArgs says.
-SCRIPT = """
-import json, logging, os, sys
-from sglang.srt.plugins import load_plugins
-load_plugins()
-from sglang.srt.server_args import ServerArgs
-answers, warnings = {}, []
-handler = logging.Handler(logging.WARNING)
-handler.emit = lambda record: warnings.append(record.getMessage())
-logging.getLogger("sglang_quads").addHandler(handler)
-for name, case in json.load(sys.stdin).items():
-    os.environ.pop("SGLANG_QUADS_CONFIG", None)
-    os.environ.update(case["environment"])
-    warnings.clear()
-    try:
-        arguments = ServerArgs(**case["arguments"])
-        options = arguments.get_model_config()
-        from sglang_quads.hooks import model_section
-        from sglang_quads.config import options_of
-        answers[name] = {
-            "error": "",
-            "quantization": options.quantization,
-            "options": options_of(model_section(options) or {}).to_dict(),
-            "warnings": list(warnings),
-        }
-    except Exception as error:
-        answers[name] = {"error": f"{type(error).__name__}: {error}"}
-print("ANSWERS" + json.dumps(answers))
-"""
-BASE = {"device": "cpu", "attention_backend": "torch_native", "quantization": "quads_nvfp4"}
 
 OPTION_ERRORS = {
     "unknown key": ({"rac_ration": 0.5}, "unknown option 'rac_ration'; allowed are ['method', "),
@@ -66,21 +36,6 @@ OPTION_ERRORS = {
     "sampling rate": ({"sampling_rate": 0}, "sampling_rate 0 is not allowed"),
     "regex": ({"ignore": ["re:("]}, "ignore: 're:(' is not a regular expression"),
 }
-REFUSED = {
-    "lora": ({"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["all"]}, "LoRA"),
-    "pipeline": ({"pp_size": 2}, "pipeline parallelism"),
-    "eplb": ({"ep_num_redundant_experts": 2}, "expert load balancing"),
-    "deepep": ({"moe_a2a_backend": "deepep", "tp_size": 2}, "--moe-a2a-backend deepep"),
-    "runner": ({"moe_runner_backend": "cutlass"}, "--moe-runner-backend cutlass: use auto"),
-    "speculative": (
-        {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 2},
-        "speculative decoding",
-    ),
-    "offload": ({"cpu_offload_gb": 1}, "CPU offloading"),
-    "flash_rl": ({"load_format": "flash_rl"}, "load format 'flash_rl': use one of ['auto', "),
-    "sharded": ({"load_format": "sharded_state"}, "load format 'sharded_state': use one of"),
-    "overlap": ({"enable_two_batch_overlap": True}, "batch overlap"),
-}
 
 
 def override(options):
@@ -93,8 +48,6 @@ def cases():
     for name, (options, _) in OPTION_ERRORS.items():
         found[f"override, {name}"] = (override(options), None)
         found[f"environment, {name}"] = ({}, options)
-    for name, (arguments, _) in REFUSED.items():
-        found[f"refused, {name}"] = (arguments, None)
     options = {"act": "bf16", "ignore": "re:.*layers\\.0\\..*"}
     found["override"] = (override(options), None)
     found["environment"] = ({}, options)
@@ -136,15 +89,7 @@ def answers(arith_moe):
             "arguments": {**BASE, "model_path": str(arith_moe), **arguments},
             "environment": {} if variable is None else {"SGLANG_QUADS_CONFIG": text},
         }
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        env=environment(),
-    )
-    assert "ANSWERS" in done.stdout, done.stderr[-3000:]
-    return json.loads(done.stdout.rpartition("ANSWERS")[2])
+    return server_args(asked)
 
 
 @pytest.mark.parametrize("case", OPTION_ERRORS)
@@ -154,13 +99,6 @@ def test_option_errors(answers, way, case):
     source = "quantization_config" if way == "override" else "SGLANG_QUADS_CONFIG"
     assert error.startswith(f"ValueError: {source}: "), error
     assert OPTION_ERRORS[case][1] in error, error
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_features(answers, case):
-    error = answers[f"refused, {case}"]["error"]
-    assert error.startswith("ValueError: quads_nvfp4 does not support "), error
-    assert REFUSED[case][1] in error, error
 
 
 @pytest.mark.parametrize("way", ["override", "environment"])

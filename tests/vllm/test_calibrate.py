@@ -204,7 +204,7 @@ def test_the_command_line(run, server):
         before = len(server.asked)
         assert_one_line(run(url, *arguments), f"{arguments[0]} {arguments[1]} is not allowed")
         assert len(server.asked) == before
-    server.answers["/collective_rpc"] = (200, '{"results": [null]}')
+    server.answers["/collective_rpc"] = (200, '{"results": [{}]}')
     server.answers["/reset_prefix_cache"] = (200, "")
     found = run(url, "--model", "another")
     assert_one_line(found, "/v1/completions", "404")

@@ -7,6 +7,7 @@ import argparse
 import http.client
 import json
 import os
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 from quads_common.compensation.paths import path_text
 
 __all__ = [
+    "KEY_VARIABLE",
     "Rpc",
     "Server",
     "ServerClass",
@@ -29,6 +31,7 @@ __all__ = [
     "run_passes",
 ]
 
+KEY_VARIABLE = "OPENAI_API_KEY"  # what both engines' own clients read
 _SPECIAL = 16  # tokens that a tokenizer adds to a text, more than any does
 Rpc = Callable[..., list[Any]]  # method, *arguments -> results of all ranks
 
@@ -112,15 +115,23 @@ def run_passes(
     If any of it fails, or is interrupted, the engine takes back what it had counted and chosen.
 
     Returns applied, sites, tokens (rows counted at most) and lists_ready (share).
+
+    Raises:
+        ValueError: wrong passes, or an engine that compensates nothing; it is asked nothing else.
     """
     if passes is not None:
         check_count("passes", passes)
     file = None if save is None else path_text(save)
     state = rpc("quads_selection_state")[0]
+    if state is None:
+        raise ValueError(
+            "this engine compensates nothing, so there is nothing to calibrate: start it with "
+            "quads_nvfp4 and a method other than 'nvfp4'"
+        )
     if file is not None:
         rpc("quads_probe_selection", file)
     result: dict[str, Any] = {}
-    default = (state or {}).get("calibration_passes", 1)
+    default = state.get("calibration_passes", 1)
     try:
         rpc("quads_begin_calibration")
         for _ in range(default if passes is None else passes):
@@ -154,13 +165,21 @@ def _undo(rpc: Rpc, failure: BaseException) -> None:
 class Server:
     """HTTP requests to an engine; each error is one line of a ``ValueError``.
 
-    missing_hint: (paths, what to say where the server has none of them).
+    missing_hint: (paths, what to say where the server has none of them). key: sent as a bearer
+    token, but not to where a server redirects.
+
+    Raises:
+        ValueError: the key cannot be sent; the message does not show it.
     """
 
     missing_hint: tuple[tuple[str, ...], str] = ((), "")
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
+        # http.client's errors of such a key show it.
+        if key is not None and not re.fullmatch("[!-~]+", key):
+            raise ValueError("the API key is not allowed: printable ASCII, no blanks, not empty")
+        self._key = key
 
     def get(self, path: str) -> Any:
         """The JSON of a GET."""
@@ -177,6 +196,8 @@ class Server:
 
     def _json(self, request: urllib.request.Request, timeout: float) -> Any:
         url = request.full_url
+        if self._key is not None:
+            request.add_unredirected_header("Authorization", f"Bearer {self._key}")
         try:
             with urllib.request.urlopen(request, timeout=timeout) as response:
                 text = response.read()
@@ -184,8 +205,11 @@ class Server:
         except urllib.error.HTTPError as error:
             said = " ".join(error.read().decode(errors="replace").split())[:500]
             paths, hint = self.missing_hint
-            missing = error.code == 404 and url.endswith(paths)
-            raise ValueError(f"{url}: {error}{hint if missing else ''} {said}".rstrip()) from None
+            if error.code == 401:
+                hint = f" (the server wants {'an' if self._key is None else 'another'} --api-key)"
+            elif error.code != 404 or not url.endswith(paths):
+                hint = ""
+            raise ValueError(f"{url}: {error}{hint} {said}".rstrip()) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ValueError(f"{url}: {error!r}") from None
 
@@ -224,7 +248,7 @@ class EngineServer(Protocol):
         """Run prompts with an empty prefix cache; the answers are thrown away."""
 
 
-ServerClass = Callable[[str, str | None], EngineServer]  # url, model
+ServerClass = Callable[[str, str | None, str | None], EngineServer]  # url, model, API key
 
 
 def main(server_class: ServerClass, description: str, url: str, *, names_model: bool) -> int:
@@ -240,20 +264,23 @@ def main(server_class: ServerClass, description: str, url: str, *, names_model: 
     parser.add_argument("--max-tokens", type=int, default=1, help="generated after each prompt")
     parser.add_argument("--passes", type=int, help="default: what the method needs")
     parser.add_argument("--save", help="selection file, on the server's machine")
+    parser.add_argument("--api-key", help=f"of the server; default: ${KEY_VARIABLE}")
     args = parser.parse_args()
+    key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE) or None
     try:
         check_count("--max-tokens", args.max_tokens)
         if args.passes is not None:
             check_count("--passes", args.passes)
         prompts = read_prompts(args.prompts)
         check_texts(prompts)
-        server = server_class(args.url, getattr(args, "model", None))
+        server = server_class(args.url, getattr(args, "model", None), key)
         server.check(prompts, args.max_tokens)
         found = run_passes(
             server.rpc, lambda: server.complete(prompts, args.max_tokens), args.passes, args.save
         )
     except (OSError, RuntimeError, ValueError) as error:
-        print(f"calibrate: error: {error}", file=sys.stderr)
+        said = str(error).replace(key, "***") if key else str(error)  # servers may repeat it
+        print(f"calibrate: error: {said}", file=sys.stderr)
         return 1
     print(json.dumps(found))
     return 0

@@ -4,11 +4,17 @@ A file may come from anywhere, and a wrong id would only show as a failing reque
 checks the whole file, so all refuse it or none.
 """
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["check_header", "check_ids", "check_values"]
+from quads_common.compensation.options import CompensationOptions
+from quads_common.format import CONTRACT_VERSION
+
+__all__ = ["HEADER", "check_header", "check_ids", "check_values"]
+
+HEADER = "quads"  # the one entry of a file's metadata
 
 _KEYS = {"contract_version": int, "tp_size": int, "options": dict, "sites": dict}
 _SITE_KEYS = {"kind": str, "full_width": int, "num_groups": int, "shards": int}
@@ -26,19 +32,31 @@ _MOST = 2**53  # what float64 counts exactly
 _LARGEST = 2.0**315
 
 
-def check_header(path: str, header: object) -> dict[str, Any]:
-    """The header of a file, if it has all keys in their types.
+def check_header(path: str, header: object, entries: Collection[str] = ()) -> dict[str, Any]:
+    """The header of a file of this contract version, if all of it is allowed: keys, types, options.
+
+    An option may be missing, as one that is newer than the file; those that shape a selection are
+    compared with the engine's later. entries: names of the file's metadata.
 
     Raises:
-        ValueError: it has not; the message names the file and the key.
+        ValueError: it is not so; the message names the file and the key.
     """
     if not isinstance(header, dict):
         raise ValueError(f"{path} is not a selection file: its header is {header!r:.80}")
     _check_keys(path, header, _KEYS)
+    if (version := header["contract_version"]) != CONTRACT_VERSION:
+        raise ValueError(f"{path}: contract_version {version}, this is {CONTRACT_VERSION}")
+    _check_names(path, entries, (HEADER,))
+    _check_names(path, header, _KEYS)
+    try:
+        CompensationOptions.from_preset("nvfp4", header["options"])
+    except ValueError as error:
+        raise ValueError(f"{path}: options: {error}") from None
     for name, site in header["sites"].items():
         if not isinstance(site, dict):
             raise ValueError(f"{path}: site {name} is {site!r:.80}, expected an object")
         _check_keys(f"{path}: site {name}", site, _SITE_KEYS)
+        _check_names(f"{path}: site {name}", site, _SITE_KEYS)
     return header
 
 
@@ -94,7 +112,12 @@ def check_ids(what: str, ids: torch.Tensor, dtype: torch.dtype, width: int) -> N
         )
 
 
-def _check_keys(what: str, found: dict[str, Any], wanted: dict[str, type]) -> None:
+def _check_names(what: str, found: Collection[str], wanted: Collection[str]) -> None:
+    if surplus := sorted(set(found) - set(wanted)):
+        raise ValueError(f"{what}: the header has {surplus[0]!r:.80}; allowed are {list(wanted)}")
+
+
+def _check_keys(what: str, found: Mapping[str, Any], wanted: Mapping[str, type]) -> None:
     for key, kind in wanted.items():
         if key not in found:
             raise ValueError(f"{what}: the header has no {key!r}")

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from quads_common.compensation.file_checks import check_header, check_ids, check_values
+from quads_common.compensation.file_checks import HEADER, check_header, check_ids, check_values
 from quads_common.compensation.options import CompensationOptions
 from quads_common.compensation.paths import absolute, check_readable, write_whole
 from quads_common.compensation.selection import DERIVED, derived_buffers
@@ -37,7 +37,6 @@ __all__ = [
     "write_selection_file",
 ]
 
-_HEADER = "quads"
 _COUNTERS = ("statistics_offered", "averages_refreshes")  # [1], the same on every rank
 _NOT_SAVED = tuple(f"selection_{name}" for name in DERIVED)
 _IDS = {"selection_blocks": BLOCK_SIZE, "selection_channels": 1}  # channels per id
@@ -115,7 +114,7 @@ def write_selection_file(
         "options": options.to_dict(),
         "sites": sites,
     }
-    write_whole(path, lambda file: save_file(tensors, file, {_HEADER: json.dumps(header)}))
+    write_whole(path, lambda file: save_file(tensors, file, {HEADER: json.dumps(header)}))
 
 
 def read_selection_file(path: str | os.PathLike[str]) -> SavedSelection:
@@ -145,18 +144,15 @@ def _read(path: str | os.PathLike[str], *, tensors: bool) -> SavedSelection:
     check_readable(shown)
     try:
         with safe_open(shown, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get(_HEADER, "null"))
+            entries = file.metadata() or {}
+            header = json.loads(entries.get(HEADER, "null"))
             names = file.keys() if tensors else ()
             content = {name: file.get_tensor(name) for name in names}
     except (SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{shown} is not a selection file: {error}") from None
     if header is None:
-        raise ValueError(f"{shown} is not a selection file: its header has no {_HEADER!r} entry")
-    header = check_header(shown, header)
-    if header["contract_version"] != CONTRACT_VERSION:
-        raise ValueError(
-            f"{shown}: contract_version {header['contract_version']}, this is {CONTRACT_VERSION}"
-        )
+        raise ValueError(f"{shown} is not a selection file: its header has no {HEADER!r} entry")
+    header = check_header(shown, header, entries)
     return SavedSelection(shown, header["tp_size"], header["options"], header["sites"], content)
 
 

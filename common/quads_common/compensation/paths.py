@@ -23,11 +23,13 @@ def path_text(path: object) -> str:
     """A path as text, as it is sent to an engine.
 
     Raises:
-        ValueError: it is neither a text nor an ``os.PathLike``, or it is empty.
+        ValueError: it is neither a text nor an ``os.PathLike``, it is blank or holds NUL.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise ValueError(f"path {path!r:.200} is not allowed: a str or os.PathLike, not empty")
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"path {path!r:.200} is not allowed: a str or os.PathLike, not blank")
+    if "\0" in text:
+        raise ValueError(f"path {path!r:.200} is not allowed: it holds NUL, which no path can")
     return text
 
 
