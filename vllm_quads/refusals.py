@@ -27,6 +27,10 @@ def check_supported(vllm_config: VllmConfig, backend: str, act: str) -> None:
             vllm_config.speculative_config is not None
         ),
         "CPU offloading of weights (--cpu-offload-gb): set it to 0": _offloads(offload),
+        "the Transformers backend (--model-impl transformers, or an architecture that vLLM has "
+        "no model of), where q, k and v do not share one scale: use a model of vLLM's": (
+            vllm_config.model_config.using_transformers_backend()
+        ),
         f"all-to-all backend {parallel.all2all_backend!r} with data parallel experts: use "
         "allgather_reducescatter": (
             parallel.data_parallel_size > 1

@@ -228,6 +228,7 @@ def test_foreign_checkpoints_are_refused(arith_moe):
 REFUSED = {
     "lora": ({"enable_lora": True}, "LoRA"),
     "pipeline": ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline"),
+    "transformers": ({"model_impl": "transformers"}, "Transformers backend .*q, k and v"),
     "load format": ({"load_format": "sharded_state"}, "load format .*sharded_state.*: use one of"),
     "speculative": (
         {
