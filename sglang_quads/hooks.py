@@ -118,14 +118,15 @@ def check_override(text: Any) -> None:
     """What ``--json-model-override-args`` holds: SGLang ignores keys that it does not know.
 
     Raises:
-        ValueError: quantization_config is no object, or options stand beside it.
+        ValueError: it or its quantization_config is no object, quant_method there no text, or
+            options stand beside it.
     """
     try:
         override = json.loads(text or "{}")
     except (TypeError, ValueError):
         return  # SGLang's own error says so
     if not isinstance(override, dict):
-        return
+        raise ValueError(f"--json-model-override-args must be an object, got {override!r:.80}")
     for key in override:
         if key in OPTION_KEYS or key in MISPLACED:
             raise ValueError(
@@ -136,6 +137,11 @@ def check_override(text: Any) -> None:
     section = override.get("quantization_config")
     if section is not None and not isinstance(section, dict):
         raise ValueError(f"quantization_config must be an object, got {section!r}")
+    if section is not None and not isinstance(section.get("quant_method", QUANT_METHOD), str):
+        raise ValueError(
+            f"quantization_config: quant_method must be {QUANT_METHOD!r} or left out, got "
+            f"{section['quant_method']!r}"
+        )
 
 
 def refuse_features(_: Any, args: Any, *__: Any, **___: Any) -> None:

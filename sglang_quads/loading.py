@@ -128,7 +128,7 @@ class Seen:
     """Of one call. expected: calls of loaders that must come. not_taken: names without one.
 
     known: whether any of the other tensors has a name of the model's. doubtful, unknown: those of
-    which that is not certain, and those that have none.
+    which that is not certain, and those that have none. last: what the model got last.
     """
 
     expected: int = 0
@@ -136,6 +136,7 @@ class Seen:
     known: bool = False
     doubtful: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    last: str = ""
 
 
 def shortened(names: list[str]) -> str:
@@ -177,10 +178,16 @@ class Watch:
         Raises:
             ValueError: names tensors of quantized layers that no loader was called with, tensors
                 that are named like such ones, or, where no name is known, all of them.
+            Exception: the model's own, with the name that it was given last.
         """
         before = self._calls()
         seen = Seen()
-        result = load_weights(self._follow(weights, seen), *args)
+        try:
+            result = load_weights(self._follow(weights, seen), *args)
+        except Exception as error:
+            if seen.last not in str(error):
+                error.args = (f"{error} (the model got {seen.last} last)",)
+            raise
         # Models may load in threads, so only the number of calls at the end is certain.
         calls = self._calls() - before
         if calls < seen.expected:
@@ -208,6 +215,7 @@ class Watch:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Hand tensors on; count those that a loader must take, note those that none took."""
         for name, weight in self._unstacked(weights):
+            seen.last = name
             experts = self._experts_of(name)
             loader = experts or self.linears.get(name)
             verdict = self.names.judge(name) if loader is None else "quantized"

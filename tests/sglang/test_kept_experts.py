@@ -73,3 +73,21 @@ def test_experts_that_are_not_there(watch):
     watch.names.quantized[0].quads_serving = True
     with pytest.raises(ValueError, match=r"no quantized layer .*experts\.3\.up_proj"):
         load(watch, (f"{EXPERTS}.3.up_proj.weight", torch.zeros(2, 2)))
+
+
+def test_errors_of_the_model_name_what_it_got(watch):
+    def strict(items):
+        for _ in items:
+            raise AssertionError("wrong shape")
+
+    with pytest.raises(AssertionError, match=r"^wrong shape \(the model got norm\.weight last\)$"):
+        watch.load(strict, [("norm.weight", torch.zeros(2))])
+
+
+def test_errors_that_name_it_stay(watch):
+    def strict(items):
+        for name, _ in items:
+            raise KeyError(name)
+
+    with pytest.raises(KeyError, match=r"^'norm\.weight'$"):
+        watch.load(strict, [("norm.weight", torch.zeros(2))])

@@ -55,6 +55,8 @@ def cases():
         found[f"compensation, {method}"] = (override({"method": method, "ema": 0.5}), None)
     found["conflict"] = (override({"act": "nvfp4"}), {"act": "bf16"})
     found["same twice"] = (override({"targets": "experts"}), {"targets": ["experts"]})
+    found["method is no text"] = (override({"quant_method": None}), None)
+    found["override is no object"] = ({"json_model_override_args": "[1]"}, None)
     found["foreign"] = (override({"quant_method": "compressed-tensors", "format": "nvfp4"}), None)
     found["named"] = ({"quantization": None, **override({"quant_method": "quads_nvfp4"})}, None)
     found["not an object"] = (override("bf16"), None)
@@ -129,6 +131,8 @@ def test_foreign_checkpoints_are_refused(answers):
 
 def test_malformed_places(answers):
     assert "quantization_config must be an object, got 'bf16'" in answers["not an object"]["error"]
+    assert "must be an object, got [1]" in answers["override is no object"]["error"]
+    assert "must be 'quads_nvfp4' or left out, got None" in answers["method is no text"]["error"]
     assert "SGLANG_QUADS_CONFIG is not valid JSON" in answers["no JSON"]["error"]
     assert "'nowhere.json' is neither a JSON object nor a readable" in answers["no file"]["error"]
     assert '"enable" must be true or false' in answers["enable is no boolean"]["error"]
@@ -183,7 +187,7 @@ def test_every_hook_is_applied():
     code = (
         "from sglang.srt.plugins import load_plugins; load_plugins()\n"
         "from sglang_quads import compat, hooks\n"
-        "assert len(hooks.targets()) == 18, hooks.targets()\n"
+        "assert len(hooks.targets()) == 19, hooks.targets()\n"
         "assert not compat.missing(hooks.targets()), compat.missing(hooks.targets())\n"
     )
     done = run_python(code)
