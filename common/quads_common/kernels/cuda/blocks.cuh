@@ -104,6 +104,17 @@ DEVICE void quantize_products(const MoeArguments& A, const Block* block, Slots* 
 #endif
 }
 
+// As `quantize_products`, of one block that may have few rows or many: lanes share their blocks of 16
+// where that takes all threads no more than two rounds, which is when one lane each leaves most idle.
+DEVICE void quantize_few_or_many(const MoeArguments& A, const Block& block, Slots& slots,
+                                 Maxima& maxima, const ProductLists* lists, u32 products) {
+  constexpr int LANES = 4;
+  if (block.rows * (INNER / 16) * LANES <= 2 * THREADS)
+    quantize_products<LANES>(A, &block, &slots, &maxima, lists, products, 0, false);
+  else
+    quantize_products<1>(A, &block, &slots, &maxima, lists, products, 0, false);
+}
+
 // acc of a team's first warp += those of its others, in their order. By all warps.
 template <int SPLIT, int TILES>
 DEVICE void sum_parts(float (&acc)[2][TILES][4], bool inside, int warp, int lane) {

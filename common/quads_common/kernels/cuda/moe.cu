@@ -75,8 +75,8 @@ DEVICE void both_halves(const MoeArguments& A) {
     if (FORMAT == FP16) {
       if (A.sample_map) stage_products(A, block, slots, products, warp, lane);
       gather_hot(block, slots, products, warp, lane);
-      quantize_products<1>(A, &block, &slots, &maxima,
-                           lists_at(memory, A.rows * (X_ROW + PRODUCT_ROW)), products, 0, false);
+      quantize_few_or_many(A, block, slots, maxima,
+                           lists_at(memory, A.rows * (X_ROW + PRODUCT_ROW)), products);
     }
     by_tiles(block.rows, [&](auto tiles) {
       constexpr int TILES = decltype(tiles)::value;
