@@ -88,9 +88,9 @@ Call = Callable[[Layer, Routing], torch.Tensor]
 def lists_of(layer: Layer, variant: Variant) -> tuple[InputCompensation, InputCompensation]:
     """Random selections of exactly the share and the counts asked for."""
     found = []
-    for weight, groups, slots in (
-        (layer.w13_bf16, 1, variant.channels[0]),
-        (layer.w2_bf16, layer.experts, variant.channels[1]),
+    for weight, groups, slots, layout in (
+        (layer.w13_bf16, 1, variant.channels[0], GATE_UP),
+        (layer.w2_bf16, layer.experts, variant.channels[1], DOWN),
     ):
         width = weight.shape[2]
         mask = channels = columns = bits = None
@@ -104,6 +104,8 @@ def lists_of(layer: Layer, variant: Variant) -> tuple[InputCompensation, InputCo
         if variant.columns and channels is not None:
             own = channels.expand(layer.experts, -1)
             columns = torch.stack([gather_columns(w, c) for w, c in zip(weight, own, strict=True)])
+            if variant.hopper:
+                columns = layout.tile_columns(columns)
         found.append(InputCompensation(mask, channels, columns, hot_bits=bits))
     return found[0], found[1]
 

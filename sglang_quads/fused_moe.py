@@ -98,7 +98,9 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         )
         loader = ExpertLoader(shards, w13, w2)
         if self.runtime is not None:
-            self.inputs = self._compensate(layer, shards, self.runtime, params_dtype)
+            self.inputs = self._compensate(
+                layer, shards, self.runtime, params_dtype, (w13.layout, w2.layout)
+            )
             loader.arriving = self.runtime.compensator.weights_arrive
             loader.columns = (self.inputs[0].columns, self.inputs[1].columns)
             layer.quads_boundary = self.runtime.compensator.end_sync
@@ -128,7 +130,11 @@ class QuadsMoEMethod(FusedMoEMethodBase):
 
     @staticmethod
     def _compensate(
-        layer: nn.Module, shards: ExpertShards, runtime: Runtime, dtype: torch.dtype
+        layer: nn.Module,
+        shards: ExpertShards,
+        runtime: Runtime,
+        dtype: torch.dtype,
+        layouts: tuple[TileLayout | None, TileLayout | None],
     ) -> tuple[LayerInput, LayerInput]:
         sites = moe_sites(
             shards.prefix,
@@ -149,9 +155,10 @@ class QuadsMoEMethod(FusedMoEMethodBase):
                 dtype=dtype,
                 device=weight.device,
                 top_k=top_k,
+                layout=layout,
             )
-            for site, weight, top_k in zip(
-                sites, (layer.w13_weight, layer.w2_weight), (1, layer.top_k), strict=True
+            for site, weight, top_k, layout in zip(
+                sites, (layer.w13_weight, layer.w2_weight), (1, layer.top_k), layouts, strict=True
             )
         )
         return first, second

@@ -88,7 +88,9 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         )
         loader = NamedExpertLoader(shards, w13, w2)
         if self.runtime is not None:
-            self.inputs = self._compensate(layer, shards, self.runtime, params_dtype)
+            self.inputs = self._compensate(
+                layer, shards, self.runtime, params_dtype, (w13.layout, w2.layout)
+            )
             loader.arriving = self.runtime.compensator.weights_arrive
             loader.columns = (self.inputs[0].columns, self.inputs[1].columns)
         layer.w13_weight.weight_loader = loader.weight_loader
@@ -119,7 +121,12 @@ class QuadsMoEMethod(FusedMoEMethodBase):
         return chosen == "hopper"
 
     def _compensate(
-        self, layer: nn.Module, shards: ExpertShards, runtime: Runtime, dtype: torch.dtype
+        self,
+        layer: nn.Module,
+        shards: ExpertShards,
+        runtime: Runtime,
+        dtype: torch.dtype,
+        layouts: tuple[TileLayout | None, TileLayout | None],
     ) -> tuple[LayerInput, LayerInput]:
         parallel = self.moe.moe_parallel_config
         sites = moe_sites(
@@ -141,11 +148,13 @@ class QuadsMoEMethod(FusedMoEMethodBase):
                 dtype=dtype,
                 device=weight.device,
                 top_k=top_k,
+                layout=layout,
             )
-            for site, weight, top_k in zip(
+            for site, weight, top_k, layout in zip(
                 sites,
                 (layer.w13_weight, layer.w2_weight),
                 (1, self.moe.experts_per_token),
+                layouts,
                 strict=True,
             )
         )

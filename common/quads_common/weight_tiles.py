@@ -10,6 +10,9 @@ A tiled weight has the same tensors, shapes and bytes in another order:
 - The 16 codes of a block, four 16-bit units of four codes, are stored as units 0, 2, 1, 3, each
   with the signs of codes 0, 2, 3, 1 in bits 15 to 12 and the magnitudes of codes 0 to 3 in bits 11
   to 0: what becomes a 16-bit float by shifts and masks, two codes at a time.
+
+BF16 columns of such a weight (``operands.gather_columns``) have their rows in the same order; of 8
+rows that follow each other there, 16 columns are contiguous, and 16 follow 16.
 """
 
 from collections.abc import Sequence
@@ -19,10 +22,12 @@ import torch
 
 from quads_common.format import QuantizedTensor
 
-__all__ = ["TILE_K", "TILE_ROWS", "TileLayout"]
+__all__ = ["COLUMNS_TOGETHER", "TILE_K", "TILE_ROWS", "TileLayout"]
 
 TILE_ROWS = 32
 TILE_K = 128
+# Of 8 rows.
+COLUMNS_TOGETHER = 16
 _TILE_BYTES = TILE_K // 2
 _TILE_BLOCKS = TILE_K // 16
 _UNIT_ORDER = [0, 2, 1, 3]
@@ -74,6 +79,25 @@ class TileLayout:
             q.global_scale,
         )
 
+    def tile_columns(self, columns: torch.Tensor) -> torch.Tensor:
+        """Canonical [..., N, C] bf16, any C, to tiled, in a new tensor of the same shape.
+
+        Raises:
+            ValueError: N is no multiple of 32.
+        """
+        self._check((columns.shape[-2], TILE_K))
+        rows = self._reorder(columns, columns.shape[-1], inverse=False)
+        pieces = rows.unflatten(-2, (-1, 8)).split(COLUMNS_TOGETHER, -1)
+        return torch.cat([p.flatten(-2) for p in pieces], -1).reshape(columns.shape)
+
+    def untile_columns(self, columns: torch.Tensor) -> torch.Tensor:
+        """Undo ``tile_columns``, in a new tensor."""
+        *lead, rows, count = columns.shape
+        self._check((rows, TILE_K))
+        pieces = columns.reshape(*lead, rows // 8, 8 * count).split(8 * COLUMNS_TOGETHER, -1)
+        found = torch.cat([p.unflatten(-1, (8, -1)) for p in pieces], -1)
+        return self._reorder(found.reshape(columns.shape), count, inverse=True)
+
     def _check(self, shape: Sequence[int]) -> None:
         if not self.fits(*shape[-2:]):
             raise ValueError(
@@ -81,10 +105,10 @@ class TileLayout:
                 f"{TILE_K}, got {list(shape)}"
             )
 
-    def _reorder(self, bytes_: torch.Tensor, width: int, inverse: bool) -> torch.Tensor:
+    def _reorder(self, tensor: torch.Tensor, width: int, inverse: bool) -> torch.Tensor:
         """[..., N, columns] with ``width`` columns in a tile, to or from the order of tiles."""
-        *lead, rows, columns = bytes_.shape
-        tiles = columns // width
+        *lead, rows, columns = tensor.shape
+        tiles = columns // width if width else 0
         high, low = (2, 16) if self.gate_up else (8, 4)
         if self.gate_up:  # rows: gate or up, tile, row; in a tile: gate or up, row
             split, order = (2, rows // TILE_ROWS, low, tiles, width), (1, 3, 0, 2, 4)
@@ -95,8 +119,8 @@ class TileLayout:
         if inverse:
             tiled = [*lead, *(split[i] for i in order)]
             back = sorted(range(len(dims)), key=dims.__getitem__)
-            return bytes_.reshape(tiled).permute(back).reshape(bytes_.shape).contiguous()
-        return bytes_.reshape(*lead, *split).permute(dims).reshape(bytes_.shape).contiguous()
+            return tensor.reshape(tiled).permute(back).reshape(tensor.shape).contiguous()
+        return tensor.reshape(*lead, *split).permute(dims).reshape(tensor.shape).contiguous()
 
 
 def _to_fields(units: torch.Tensor) -> torch.Tensor:

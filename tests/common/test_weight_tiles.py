@@ -64,6 +64,32 @@ def test_each_code_and_scale_is_where_it_is_said_to_be(layout):
                     assert sign << 3 | magnitude == codes[expert, row, block * 16 + i]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.order)
+@pytest.mark.parametrize("count", [0, 1, 16, 20, 48])
+def test_each_bf16_column_is_where_it_is_said_to_be(layout, count):
+    rows = 96
+    columns = torch.randn(2, rows, count).bfloat16()
+    tiled = layout.tile_columns(columns)
+    assert tiled.shape == columns.shape
+    for expert in range(2):
+        stored = tiled[expert].flatten()
+        for row in range(rows):
+            tile, place = place_in_tile(layout, rows, row)
+            first = (tile * 4 + place // 8) * 8 * count
+            for c in range(count):
+                together = min(16, count - c // 16 * 16)
+                at = first + c // 16 * 128 + place % 8 * together + c % 16
+                assert stored[at] == columns[expert, row, c]
+    assert torch.equal(layout.untile_columns(tiled), columns)
+
+
+def test_columns_of_other_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"rows in multiples of 32"):
+        TileLayout(True).tile_columns(torch.zeros(2, 48, 16))
+    with pytest.raises(ValueError, match=r"rows in multiples of 32"):
+        TileLayout(True).untile_columns(torch.zeros(2, 48, 16))
+
+
 @pytest.mark.parametrize("shape", [(48, 128), (32, 192), (0, 128), (32, 0)], ids=str)
 def test_other_shapes_are_refused(shape):
     assert not TileLayout(False).fits(*shape)

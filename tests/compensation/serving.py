@@ -7,6 +7,7 @@ from quads_common.compensation.controller import Compensator
 from quads_common.compensation.observe import observe
 from quads_common.compensation.sampling import sampled_rows
 from quads_common.compensation.state import SiteState
+from quads_common.weight_tiles import TileLayout
 from quads_common.weight_units import WeightUnits
 from tests.common.samples import normal
 
@@ -68,12 +69,12 @@ def stored(rows: int = N, width: int = K, count: int = EXPERTS) -> WeightUnits:
     )
 
 
-def loaded(log, chosen, **more) -> Compensator:
-    """A rank with two sites whose first load is over."""
+def loaded(log, chosen, layout: TileLayout | None = None, **more) -> Compensator:
+    """A rank with two sites whose first load is over. layout: of both weights."""
     compensator = Compensator(chosen, tp_size=1, log=log, **more)
     for site in (W13, W2):
         state = compensator.add(site, torch.device("cpu"))
-        compensator.add_columns(state, EXPERTS, N)
+        compensator.add_columns(state, EXPERTS, N, layout)
     compensator.weights_arrive()
     compensator.end_sync()
     compensator.loaded()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quads_common.compensation import new_site_state
+from quads_common.weight_tiles import TileLayout
 from quads_common.weight_units import Piece
 from tests.common.samples import normal
 from tests.compensation.serving import (
@@ -41,12 +42,17 @@ def assert_columns(compensator, weights) -> None:
         for e in range(EXPERTS):
             hot = lists[e if len(lists) > 1 else 0]
             expected = torch.where(hot >= 0, weights[e][:, hot.clamp(min=0)], 0)
-            assert torch.equal(columns.columns[e], expected)
+            stored = columns.columns[e]
+            if columns.layout is not None:
+                assert not expected.any() or not torch.equal(stored, expected)
+                stored = columns.layout.untile_columns(stored)
+            assert torch.equal(stored, expected)
 
 
-def test_lists_and_columns_change_together_when_the_sync_ends(log):
+@pytest.mark.parametrize("layout", [None, TileLayout(gate_up=False)], ids=str)
+def test_lists_and_columns_change_together_when_the_sync_ends(log, layout):
     chosen, units = bf16(), stored()
-    compensator = loaded(log, chosen)
+    compensator = loaded(log, chosen, layout)
     serve(compensator, chosen)
     addresses = [c.columns.data_ptr() for c in compensator._columns.values()]
     weights = send(compensator, units, 1)

@@ -15,6 +15,8 @@ own. Prints one line per check and ends with FAILED or ok.
    of Qwen3-30B-A3B's shape, batches of 8 and 128. Both in one engine, in turns: without gathering
    no row of a forward is sampled. The time of counting is told too.
 5. A refresh in that engine takes less than 5% of the time of a weight sync.
+6. ``foursight`` on backend ``hopper``: after a sync every expert's BF16 columns are those of the
+   weights that came, of the channels in force, in the order that the kernels read.
 """
 
 import json
@@ -40,6 +42,8 @@ from sync_engine import (
     sync,
     worker_of,
 )
+
+from quads_common.compensation.operands import gather_columns
 
 CAPTURED, BATCH, STEPS = 8, 5, 12
 POISON = 1e4
@@ -230,6 +234,34 @@ def sync_and_refresh_time(llm: Any) -> tuple[float, float]:
     return min(sync_times), min(refresh_times)
 
 
+def part_columns() -> dict[str, Any]:
+    """Check 6: by input, its channels, whether its columns are tiled, how many values differ."""
+    llm = engine(
+        big_config(Path("/tmp/big-columns"), 2),
+        load_format="dummy",
+        quantization="quads_nvfp4",
+        enforce_eager=True,
+        additional_config={"quads": {"method": "foursight", "sampling_rate": 1, "min_tokens": 8}},
+    )
+    decode(llm, BATCH)
+    weights = dict(big_weights(2))
+    sync(llm, weights, "reload")
+    found = {}
+    for name, columns in compensator_of(llm)._columns.items():
+        experts, kind = name.rsplit(".", 1)
+        parts = ("gate_proj", "up_proj") if kind == "w13" else ("down_proj",)
+        lists, layout = columns.state.selection.channels, columns.layout
+        differ = 0
+        for e in range(len(columns.columns)):
+            weight = torch.cat([weights[f"{experts}.{e}.{part}.weight"] for part in parts])
+            want = gather_columns(weight, lists[e if len(lists) > 1 else 0])
+            stored = columns.columns[e]
+            differ += int((stored != (layout.tile_columns(want) if layout else want)).sum())
+        found[name] = [int((lists >= 0).sum()), layout is not None, differ]
+    decode(llm, BATCH)
+    return found
+
+
 def counting_time(runtime: Any, count: Any) -> dict[str, float]:
     """Seconds of counting when every place is taken: on the GPU, and until the host goes on."""
     inputs = list(runtime._inputs.values())
@@ -259,10 +291,11 @@ PARTS = {
     "eager quads": lambda out: part_eager("quads", out),
     "eager quads_splice": lambda out: part_eager("quads_splice", out),
     "decode": lambda out: part_decode(),
+    "columns": lambda out: part_columns(),
 }
 TOGETHER = (
     ("padding quads", "padding quads_splice", "sleep"),
-    ("eager quads", "eager quads_splice"),
+    ("eager quads", "eager quads_splice", "columns"),
     ("decode",),
 )
 
@@ -297,6 +330,10 @@ def checks(results: dict[str, Any]) -> list[tuple[str, bool, str]]:
     if "sleep" in results:
         sleep = results["sleep"]
         found.append(("statistics survive sleep level 2", sleep["same"] and sleep["rows"] > 0, ""))
+    for name, (channels, tiled, differ) in results.get("columns", {}).items():
+        ok = channels > 0 and tiled and differ == 0
+        figures = f"{channels} channels, {tiled=}, {differ} values differ"
+        found.append((f"columns of {name}", ok, figures))
     if "decode" in results:
         decode = results["decode"]
         tokens = decode["tokens"]

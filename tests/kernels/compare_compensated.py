@@ -31,7 +31,7 @@ from quads_common.kernels.moe import DOWN, GATE_UP, fused_moe_triton, moe_config
 from quads_common.kernels.route import Routes, make_table
 from quads_common.kernels.rows import quantize_rows
 from tests.kernels.compare_gemm import random_ids
-from tests.kernels.compensated_cases import PRESETS, hot_rows, moved
+from tests.kernels.compensated_cases import PRESETS, hot_rows, moved, tile_columns
 from tests.kernels.exact import random_rows, random_weight, weight_operand, worst_excess
 from tests.kernels.staged import new_gathering, staged_as
 
@@ -343,6 +343,10 @@ def tiled_layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
             "exact": exact,
         }
         want = fused_moe_compensated_triton(x, w13, w2, router, ids, **lists)
+        lists |= {
+            name: tile_columns(lists[name], layout)
+            for name, layout in (("w13_input", GATE_UP), ("w2_input", DOWN))
+        }
         got = fused_moe_compensated_triton(x, *tiled, router, ids, **lists, tiled=True)
         error = float(row_errors(got, want).mean())
         yield f"moe tiled {name} exact={exact}", error < 5e-3, f"mean error of a row {error:.1e}"

@@ -23,7 +23,7 @@ from quads_common.kernels.moe import DOWN, GATE_UP, fused_moe_hopper
 from quads_common.kernels.route import Routes
 from tests.kernels.compare_compensated import grouped_excess, row_errors
 from tests.kernels.compare_gemm import random_ids
-from tests.kernels.compensated_cases import PRESETS, Preset, hot_rows
+from tests.kernels.compensated_cases import PRESETS, Preset, hot_rows, tile_columns
 from tests.kernels.exact import random_weight
 from tests.kernels.staged import new_gathering, staged_as
 
@@ -103,7 +103,8 @@ def one_layer(name, x, weights, tiled, router, ids, lists) -> Iterator[Check]:
     rows = compensate_rows(x, first)
     compensation = RowCompensation(second.block_mask, second.hot_bits, second.alpha)
     counts = column_counts(first, second)
-    columns = hot_columns(first, rows.hot, second)
+    stored = tile_columns(first, GATE_UP), tile_columns(second, DOWN)
+    columns = hot_columns(stored[0], rows.hot, stored[1])
     slots, results = tokens * top_k, []
     for plan in (
         DecodePlan("fused", min(32, fused_capacity(hidden, inner, counts))),
@@ -141,8 +142,9 @@ def one_layer(name, x, weights, tiled, router, ids, lists) -> Iterator[Check]:
     # "few" sums K in parts.
     yield f"{name} fused and pair", torch.equal(*results[:2]), "bits differ"
     both = {"w13_input": first, "w2_input": second}
+    tiled_both = {"w13_input": stored[0], "w2_input": stored[1]}
     gathering = new_gathering(tokens, top_k, (hidden, inner), x.dtype, x.device)
-    whole = fused_moe_compensated_hopper(x, *tiled, router, ids, **both, gathering=gathering)
+    whole = fused_moe_compensated_hopper(x, *tiled, router, ids, **tiled_both, gathering=gathering)
     error = float(row_errors(whole, fused_moe_compensated(x, *weights, router, ids, **both)).mean())
     kept = staged_as(gathering.w13, x)
     found = gathering.w2.groups.reshape(-1, top_k)

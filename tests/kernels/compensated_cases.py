@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quads_common.compensation.operands import InputCompensation, channel_bits
+from quads_common.weight_tiles import TileLayout
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,13 @@ class Preset:
             columns = torch.randn((groups, rows, count), generator=generator).to(torch.bfloat16)
         bits = None if channels is None else channel_bits(channels, width)
         return moved(InputCompensation(mask, channels, columns, self.alpha, bits), device)
+
+
+def tile_columns(lists: InputCompensation, layout: TileLayout) -> InputCompensation:
+    """The same, for a weight of this layout."""
+    if lists.columns is None:
+        return lists
+    return replace(lists, columns=layout.tile_columns(lists.columns))
 
 
 PRESETS = {

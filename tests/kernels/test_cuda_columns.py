@@ -28,6 +28,7 @@ from quads_common.kernels.hopper_memory import (
     launches,
     row_bytes,
 )
+from quads_common.weight_tiles import TileLayout
 from tests.kernels.offline import cuobjdump
 from tests.kernels.test_hopper import SHAPES, needs_nvrtc
 
@@ -58,32 +59,41 @@ def test_what_kernels_with_columns_take(tmp_path, monkeypatch, shape, rac):
         assert int(shared) + of_rows <= ALL_SHARED, name
     sass = cuobjdump(cubin, "-sass")
     assert set(re.findall(r"HMMA[.\w]*", sass)) == {"HMMA.16816.F32", "HMMA.16816.F32.BF16"}
-    assert "LDG.E.NA.LTC256B.128.CONSTANT" in sass  # columns
 
 
-@pytest.mark.parametrize("count", [16, 32, 48, 64])
-def test_sum_over_columns(tmp_path, count):
+@pytest.mark.parametrize(
+    "first, count, columns",
+    [(0, 16, 16), (0, 32, 32), (0, 48, 48), (0, 64, 64), (16, 16, 32), (48, 48, 96), (64, 16, 80)],
+)
+@pytest.mark.parametrize("gate_up", [True, False])
+def test_sum_over_columns(tmp_path, first, count, columns, gate_up):
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
     source = __file__.replace("test_cuda_columns.py", "cuda_host/columns.cpp")
     command = [
         "g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas",
-        f"-I{FOLDER}", f"-DCOLUMN_COUNT={count}", source, "-o", f"{tmp_path}/columns.so",
+        f"-I{FOLDER}", f"-DCOLUMN_COUNT={count}", f"-DALL_COLUMNS={columns}",
+        f"-DFIRST_COLUMN={first}", source, "-o", f"{tmp_path}/columns.so",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     generator = torch.Generator().manual_seed(count)
     # Small integers: sums are exact in any order.
-    columns, hot = (
-        torch.randint(-8, 9, (rows, count), generator=generator).bfloat16() for rows in (32, 16)
+    weight, hot = (
+        torch.randint(-8, 9, (rows, columns), generator=generator).bfloat16() for rows in (32, 16)
     )
+    tiled = TileLayout(gate_up).tile_columns(weight)
+    # The places of a strip: see ``weight_tiles``.
+    places = weight if gate_up else weight.unflatten(0, (8, 4)).transpose(0, 1).flatten(0, 1)
+    mine = slice(first, first + count)
+    want = places[:, mine].float() @ hot[:, mine].float().T
     shared = torch.nn.functional.pad(hot, (0, 16), value=torch.nan).flatten()
-    shared = torch.cat((shared, columns.flatten()))
+    shared = torch.cat((shared, tiled.flatten()))
     run = ctypes.CDLL(f"{tmp_path}/columns.so")
     for copied in (False, True):
         y = torch.full((32, 16), torch.nan)
-        run.multiply(*(ctypes.c_void_p(t.data_ptr()) for t in (columns, shared, y)), copied)
-        assert torch.equal(y, columns.float() @ hot.float().T)
+        run.multiply(*(ctypes.c_void_p(t.data_ptr()) for t in (tiled, shared, y)), copied)
+        assert torch.equal(y, want)
 
 
 @pytest.mark.parametrize("columns", [(64, 32), (16, 0), (0, 128), (128, 128), (48, 80)], ids=str)

@@ -13,17 +13,29 @@ import torch
 from quads_common.compensation.operands import gather_columns
 from quads_common.compensation.state import SiteState
 from quads_common.compensation.statistics import copy_into
+from quads_common.weight_tiles import TileLayout
 from quads_common.weight_units import Piece, WeightUnits
 
 __all__ = ["SiteColumns"]
 
 
 class SiteColumns:
-    """The columns [U, N, C] bf16 of a site's U units (experts, or 1), changed in place only."""
+    """The columns [U, N, C] bf16 of a site's U units (experts, or 1), changed in place only.
 
-    def __init__(self, state: SiteState, units: int, rows: int, device: torch.device) -> None:
+    layout: their memory order, that of the units; None: canonical.
+    """
+
+    def __init__(
+        self,
+        state: SiteState,
+        units: int,
+        rows: int,
+        device: torch.device,
+        layout: TileLayout | None = None,
+    ) -> None:
         slots = state.selection.channels.shape[1]
         self.state = state
+        self.layout = layout
         self.columns = torch.zeros((units, rows, slots), dtype=torch.bfloat16, device=device)
         self._next: dict[str, torch.Tensor] | None = None  # the announced selection's buffers
         self._next_columns: torch.Tensor | None = None
@@ -83,8 +95,8 @@ class SiteColumns:
             self._write(self._next_columns, unit, weight, self._next["channels"], good)
             self._came[unit].logical_or_(good)
 
-    @staticmethod
     def _write(
+        self,
         columns: torch.Tensor,
         unit: int,
         weight: torch.Tensor,
@@ -92,4 +104,7 @@ class SiteColumns:
         good: torch.Tensor,
     ) -> None:
         hot = channels[unit if channels.shape[0] == columns.shape[0] else 0]
-        columns[unit].copy_(torch.where(good, gather_columns(weight, hot), columns[unit]))
+        found = gather_columns(weight, hot)
+        if self.layout is not None:
+            found = self.layout.tile_columns(found)
+        columns[unit].copy_(torch.where(good, found, columns[unit]))

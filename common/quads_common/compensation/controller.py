@@ -34,6 +34,7 @@ from quads_common.compensation.selection import checksums
 from quads_common.compensation.site import Site
 from quads_common.compensation.state import SiteState, new_site_state
 from quads_common.compensation.statistics import reset
+from quads_common.weight_tiles import TileLayout
 
 __all__ = ["Compensator", "Log"]
 
@@ -114,13 +115,18 @@ class Compensator:
             self._check_splice_count(site)
         return state
 
-    def add_columns(self, state: SiteState, units: int, rows: int) -> SiteColumns | None:
-        """The BF16 columns of a site's ``units`` weights of ``rows`` rows; None if not wanted."""
+    def add_columns(
+        self, state: SiteState, units: int, rows: int, layout: TileLayout | None = None
+    ) -> SiteColumns | None:
+        """The BF16 columns of a site's ``units`` weights of ``rows`` rows; None if not wanted.
+
+        layout: the weights' memory order.
+        """
         self._rows[state.site.name] = rows
         slots = state.selection.channels.shape[1]
         if self.options.splice_weight != "bf16" or slots == 0:
             return None
-        columns = SiteColumns(state, units, rows, state.selection.channels.device)
+        columns = SiteColumns(state, units, rows, state.selection.channels.device, layout)
         self._columns[state.site.name] = columns
         return columns
 

@@ -18,6 +18,7 @@ from quads_common.compensation.sampling import most_samples, sampled_rows
 from quads_common.compensation.site import Site
 from quads_common.compensation.staging import StagedInput, count_staged, new_staging
 from quads_common.compensation.state import SiteState
+from quads_common.weight_tiles import TileLayout
 
 __all__ = ["MOST_PLACES", "LayerInput", "Runtime"]
 
@@ -127,12 +128,13 @@ class LayerInput:
         device: torch.device,
         top_k: int = 1,
         counted: bool = True,
+        layout: TileLayout | None = None,
     ) -> None:
         """units, rows: of the weight, U matrices of N rows. dtype: of the input. top_k: rows of the
-        input for each token. counted: its rows are tokens."""
+        input for each token. counted: its rows are tokens. layout: the weight's memory order."""
         options = runtime.options
         self.state: SiteState = runtime.compensator.add(site, device)
-        self.columns = runtime.compensator.add_columns(self.state, units, rows)
+        self.columns = runtime.compensator.add_columns(self.state, units, rows, layout)
         self.alpha = float(options.rac_alpha)
         prefix = f"quads_{site.kind}_"
         for name, tensor in self.state.buffers().items():

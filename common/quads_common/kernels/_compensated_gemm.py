@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from quads_common.kernels._gemm import multiply_blocks, multiply_tiles
-from quads_common.kernels._tiles import tiled_row
+from quads_common.kernels._tiles import bf16_column, tiled_row
 
 
 @triton.jit
@@ -36,7 +36,8 @@ def compensated_gemm_kernel(
 
     x: [rows, STORED, 8, PLANE], part 0 code * block scale, then with RAC the residual's, last with
     HOT the hot values; PARTS: STORED as a power of two. hot: [rows, CHANNELS] bf16 and column:
-    [E, n, CHANNELS] bf16, where CHANNELS is not 0. The rest as in ``_gemm.grouped_gemm_kernel``.
+    [E, n, CHANNELS] bf16, TILED as the weight, where CHANNELS is not 0. The rest as in
+    ``_gemm.grouped_gemm_kernel``.
     """
     n_tile = tl.program_id(0)
     m_block = tl.program_id(1)
@@ -91,10 +92,12 @@ def compensated_gemm_kernel(
     else:
         acc = acc * (row_scale * alpha)[None, :]
     if CHANNELS > 0:
+        weight_row = tl.minimum(column, n - 1)[:, None]
         for start in range(0, CHANNELS, BLOCK_C):
             channel = (start + tl.arange(0, BLOCK_C))[None, :]
             inside = channel < CHANNELS
-            w = tl.load(column_ptr + weight_row[:, None] * CHANNELS + channel, mask=inside, other=0)
+            offset = bf16_column(weight_row, channel, expert, n, CHANNELS, TILED)
+            w = tl.load(column_ptr + offset, mask=inside, other=0)
             x = tl.load(
                 hot_ptr + row[:, None] * CHANNELS + channel,
                 mask=row_mask[:, None] & inside,

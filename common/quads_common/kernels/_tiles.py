@@ -2,7 +2,7 @@
 # Device code: what stands here is Triton's language, not Python's.
 """The memory order of ``quads_common.weight_tiles``: where a block is, how its codes are packed.
 
-Offsets are in blocks: 8 bytes of codes, one scale byte.
+Offsets are in blocks: 8 bytes of codes, one scale byte; of BF16 columns, in elements.
 """
 
 import triton
@@ -10,8 +10,9 @@ import triton.language as tl
 
 
 @triton.jit
-def tiled_row(row, expert, n, K: tl.constexpr, TILED: tl.constexpr):
-    """Offset of a row of an expert's [n, K]. TILED: "gate_up" or "rows" (``TileLayout.order``)."""
+def place_in_tile(row, n, TILED: tl.constexpr):
+    """Which tile of 32 rows a row of n is in, and its place there. TILED: "gate_up" or "rows"
+    (``TileLayout.order``)."""
     if TILED == "gate_up":
         half = n // 2
         is_up = row >= half
@@ -22,6 +23,13 @@ def tiled_row(row, expert, n, K: tl.constexpr, TILED: tl.constexpr):
         tl.static_assert(TILED == "rows")
         tile = row // 32
         place = (row % 4) * 8 + (row % 32) // 4
+    return tile, place
+
+
+@triton.jit
+def tiled_row(row, expert, n, K: tl.constexpr, TILED: tl.constexpr):
+    """Offset of a row of an expert's [n, K]. TILED: as of ``place_in_tile``."""
+    tile, place = place_in_tile(row, n, TILED)
     return (expert * (n // 32) + tile) * (K // 128 * 256) + place * 8
 
 
@@ -29,6 +37,21 @@ def tiled_row(row, expert, n, K: tl.constexpr, TILED: tl.constexpr):
 def tiled_column(block):
     """Offset of block number ``block`` of a row: a tile of 32 rows has 8 of each."""
     return block // 8 * 256 + block % 8
+
+
+@triton.jit
+def bf16_column(row, channel, expert, n, CHANNELS: tl.constexpr, TILED: tl.constexpr):
+    """Offset of column ``channel`` of a row of an expert's [n, CHANNELS] (``tile_columns``): of 8
+    rows 16 columns are together, at the end fewer. TILED "no": rows follow each other."""
+    if TILED == "no":
+        offset = (expert * n + row) * CHANNELS + channel
+    else:
+        tile, place = place_in_tile(row, n, TILED)
+        first = channel // 16 * 16
+        width = tl.minimum(CHANNELS - first, 16)
+        rows = (expert * (n // 8) + tile * 4 + place // 8) * (8 * CHANNELS)
+        offset = rows + first * 8 + place % 8 * width + channel % 16
+    return offset
 
 
 @triton.jit

@@ -136,7 +136,8 @@ def fused_moe_compensated_hopper(
     apply_router_weight_on_input: bool = False,
     exact: bool = False,
 ) -> torch.Tensor:
-    """See ``compensation.moe.fused_moe_compensated``; w13 and w2 are tiled, as in ``moe``.
+    """See ``compensation.moe.fused_moe_compensated``; w13 and w2 are tiled, as in ``moe``, and so
+    are their BF16 columns.
 
     Few tokens in the folded form run in the kernels of ``cuda/moe.cu``, which quantize GEMM2's
     input themselves; everything else, and counts of BF16 columns that do not fit there, in Triton,

@@ -42,7 +42,8 @@ def compensated_gemm(
     router_weight: torch.Tensor | None = None,
     layout: TileLayout | None = None,
 ) -> None:
-    """As ``gemm.grouped_gemm``, for compensated rows. BF16 columns are [E, N, C].
+    """As ``gemm.grouped_gemm``, for compensated rows. BF16 columns are [E, N, C], in the weight's
+    layout.
 
     Raises:
         ValueError: tensors that do not fit together.

@@ -48,7 +48,7 @@ class HotColumns:
 
     w13: [E, 2I, C] bf16 and hot: [T, C] bf16, the input's hot channels. w2: [E, H, C2] bf16 and
     channels: [1 or E, C2] int32, -1 for none, which the kernels take out of GEMM2's input. Each of
-    the two may be None. Of every weight the rows are in canonical order.
+    the two may be None. w13 and w2 are tiled as the weights (``TileLayout.tile_columns``).
     """
 
     w13: torch.Tensor | None = None

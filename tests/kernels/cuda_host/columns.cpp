@@ -19,7 +19,7 @@ static thread_local int this_lane;
 
 template <typename T>
 static T read(const u8* at) { T v; memcpy(&v, at, sizeof v); return v; }
-DEVICE uint4 load_stream16_ahead(const u8* p) { return read<uint4>(p); }
+DEVICE uint4 load_stream16(const u8* p) { return read<uint4>(p); }
 DEVICE uint2 load_stream8(const u8* p) { return read<uint2>(p); }
 DEVICE void keep_base(const u8*&) {}
 DEVICE uint4 load_shared4(u32 at) { return read<uint4>(memory + at); }
@@ -50,10 +50,11 @@ DEVICE void mma(float* d, const u32* a, u32 b0, u32 b1) {
 
 #include "columns.cuh"
 
-constexpr int BYTES = 2 * COLUMN_COUNT, ROW = BYTES + 32;
+constexpr int ROW = 2 * ALL_COLUMNS + 32;
 
-// columns: bfloat16 [32, COLUMN_COUNT]. hot: shared memory, bfloat16 [16, ROW / 2], and behind it the
-// columns, which are taken from there if `copied`. y: [32, 16], the sums of all places of a strip.
+// columns: bfloat16 [32, ALL_COLUMNS], tiled, of which COLUMN_COUNT from FIRST_COLUMN on are multiplied.
+// hot: shared memory, bfloat16 [16, ROW / 2], and behind it the columns, which are taken from there if
+// `copied`. y: [32, 16], the sums of all places of a strip.
 extern "C" void multiply(const u8* columns, u8* hot, float* y, int copied) {
   memory = hot;
   std::barrier<> barrier(32);
@@ -64,13 +65,14 @@ extern "C" void multiply(const u8* columns, u8* hot, float* y, int copied) {
       this_lane = lane;
       const int g = lane >> 2, t = lane & 3;
       float acc[2][2][4] = {};
-      using Part = ColumnPart<COLUMN_COUNT, 8 * BYTES, 16 * BYTES, 8 * ROW>;
+      using Part = ColumnPart<COLUMN_COUNT, ALL_COLUMNS, 8 * ROW>;
+      const u32 first = 16 * FIRST_COLUMN, values = g * ROW + 2 * FIRST_COLUMN;
       if (copied) {
-        Part::multiply_copied(acc, 16 * ROW + g * BYTES, g * ROW, t);
+        Part::multiply_copied(acc, 16 * ROW + first, values, lane);
       } else {
         Part part;
-        part.load(columns + g * BYTES, t);
-        part.multiply(acc, g * ROW, t);
+        part.load(columns + first, lane);
+        part.multiply(acc, values, lane);
       }
       for (int m = 0; m < 2; m++)
         for (int n = 0; n < 2; n++)

@@ -3,41 +3,46 @@
 #pragma once
 
 struct Columns {
-  const u8* w13;        // bfloat16 [E, 2I, COLUMNS13]; null with COLUMNS13 = 0
+  const u8* w13;        // bfloat16 [E, 2I, COLUMNS13], tiled; null with COLUMNS13 = 0
   const u8* hot;        // bfloat16 [T, COLUMNS13]: the hot channels of the layer's input
-  const u8* w2;         // bfloat16 [E, H, COLUMNS2]
+  const u8* w2;         // bfloat16 [E, H, COLUMNS2], tiled
   const int* channels;  // [lists, COLUMNS2]: those of GEMM2's input, -1 for none
   int channels_stride;  // 0: one list for all experts
   int buffer;           // where warps' copies of columns begin in shared memory
 };
 
-// COUNT columns, a multiple of 16, of a lane's four weight rows, whose places in a strip are g, g + 8,
-// g + 16 and g + 24. Of every 32 columns lane t of a quad has 8 that follow each other, of 16 that are
-// left over 4; the hot values are read likewise, and a sum may take K in any order.
+// COUNT columns, a multiple of 16, of a strip of ALL tiled ones (`TileLayout.tile_columns`): of 8 rows
+// 16 columns together. A lane's four weight rows have the places g, g + 8, g + 16 and g + 24 in a strip.
+// Of every 32 columns lane t of a quad has 8 that follow each other, of 16 that are left over 4; the hot
+// values are read likewise, and a sum may take K in any order. So a warp's loads are of contiguous bytes.
 //
-// Row i begins (i & 1) * LOW + (i >> 1) * HIGH bytes behind the first. In shared memory the hot values
-// of 8 slots further are GROUP bytes behind.
-template <int COUNT, int LOW, int HIGH, int GROUP>
+// In shared memory the hot values of 8 slots further are GROUP bytes behind.
+template <int COUNT, int ALL, int GROUP>
 struct ColumnPart {
-  static constexpr int WHOLE = COUNT / 32, LEFT = COUNT % 32;
+  static constexpr int WHOLE = COUNT / 32, LEFT = COUNT % 32, ROWS = 8 * 2 * ALL;
+  static constexpr u32 TILE = 8 * 16 * 2;
 
-  static DEVICE u32 offset(int i) { return (i & 1) * LOW + (i >> 1) * HIGH; }
+  // Where a lane's columns begin in two tiles, and in one that is left over.
+  static DEVICE u32 in_two(int lane) { return (lane & 2) / 2 * TILE + (lane >> 2) * 32 + (lane & 1) * 16; }
+  static DEVICE u32 in_one(int lane) { return WHOLE * 2 * TILE + lane * 8; }
 
-  // acc += columns in shared memory x hot values. rows: shared address of the lane's first row, hot:
-  // that of the values of its slot.
+  // acc += columns in shared memory x hot values. columns: shared address of the strip's first of them,
+  // hot: that of the values of the lane's slot.
   template <int TILES>
-  static DEVICE void multiply_copied(float (&acc)[2][TILES][4], u32 rows, u32 hot, int t) {
+  static DEVICE void multiply_copied(float (&acc)[2][TILES][4], u32 columns, u32 hot, int lane) {
+    const int t = lane & 3;
 #pragma unroll
     for (int w = 0; w < WHOLE; w++) {
       uint4 a[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) a[i] = load_shared4(rows + offset(i) + t * 16 + w * 64);
+      for (int i = 0; i < 4; i++)
+        a[i] = load_shared4(columns + in_two(lane) + i * ROWS + w * 2 * TILE);
       add_whole(acc, a, hot + t * 16 + w * 64);
     }
     if constexpr (LEFT > 0) {
       uint2 a[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) a[i] = load_shared2<WHOLE * 64>(rows + offset(i) + t * 8);
+      for (int i = 0; i < 4; i++) a[i] = load_shared2<0>(columns + in_one(lane) + i * ROWS);
       add_left(acc, a, hot + t * 8 + WHOLE * 64);
     }
   }
@@ -45,23 +50,24 @@ struct ColumnPart {
   uint4 whole[WHOLE ? WHOLE : 1][4];
   uint2 left[4];
 
-  DEVICE void load(const u8* rows, int t) {
-    const u8 *mine = rows + t * 16, *mine_left = rows + t * 8 + WHOLE * 64;
+  DEVICE void load(const u8* columns, int lane) {
+    const u8 *mine = columns + in_two(lane), *mine_left = columns + in_one(lane);
     keep_base(mine);
 #pragma unroll
     for (int w = 0; w < WHOLE; w++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) whole[w][i] = load_stream16_ahead(mine + offset(i) + w * 64);
+      for (int i = 0; i < 4; i++) whole[w][i] = load_stream16(mine + i * ROWS + w * 2 * TILE);
     if constexpr (LEFT > 0) {
       keep_base(mine_left);
 #pragma unroll
-      for (int i = 0; i < 4; i++) left[i] = load_stream8(mine_left + offset(i));
+      for (int i = 0; i < 4; i++) left[i] = load_stream8(mine_left + i * ROWS);
     }
   }
 
   // As multiply_copied, after load.
   template <int TILES>
-  DEVICE void multiply(float (&acc)[2][TILES][4], u32 hot, int t) const {
+  DEVICE void multiply(float (&acc)[2][TILES][4], u32 hot, int lane) const {
+    const int t = lane & 3;
 #pragma unroll
     for (int w = 0; w < WHOLE; w++) add_whole(acc, whole[w], hot + t * 16 + w * 64);
     if constexpr (LEFT > 0) add_left(acc, left, hot + t * 8 + WHOLE * 64);

@@ -85,15 +85,6 @@ DEVICE uint4 load_stream16(const void* p) {
   return v;
 }
 
-// The 256 bytes around them go to the L2 cache.
-DEVICE uint4 load_stream16_ahead(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
-
 DEVICE uint2 load_stream8(const void* p) {
   uint2 v;
   asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));

@@ -188,18 +188,15 @@ struct StripColumns {
   static constexpr int ALL = DOWN ? COLUMNS2 : COLUMNS13, BYTES = 2 * ALL;
   static constexpr int COUNT = column_share(ALL, SPLIT);
   static constexpr bool COPIES = ALL > 0 && SPLIT > 1;
-  // Of a lane's rows in memory, see finish_up and finish_down. In shared memory both halves of a strip
-  // of gate and up lie together.
-  static constexpr int LOW = DOWN ? BYTES : 8 * BYTES, FIRST = DOWN ? 4 * BYTES : BYTES;
-  static constexpr int HIGH = DOWN ? 2 * BYTES : INNER * BYTES, NEAR = DOWN ? 2 * BYTES : 16 * BYTES;
-  static constexpr int GROUP = 8 * (DOWN ? PRODUCT_ROW : X_ROW);
-  // Of a strip, in pieces that lie together in memory.
-  static constexpr int STRIP_BYTES = 32 * BYTES, PIECES = DOWN ? 1 : 2, PIECE = STRIP_BYTES / PIECES;
+  static constexpr int GROUP = 8 * (DOWN ? PRODUCT_ROW : X_ROW), STRIP_BYTES = 32 * BYTES;
 
-  // Of the first place of a strip.
-  static DEVICE const u8* rows(const MoeArguments& A, int expert, int strip) {
-    if (DOWN) return A.columns.w2 + (u64)(expert * HIDDEN + strip * 32) * BYTES;
-    return A.columns.w13 + (u64)(expert * 2 * INNER + strip * 16) * BYTES;
+  // How far behind a strip's first column another one is.
+  static DEVICE u32 at(int column) { return 8 * 2 * column; }
+
+  // Of a strip, in memory.
+  static DEVICE const u8* columns(const MoeArguments& A, int expert, int strip) {
+    const u32 first = expert * (DOWN ? DOWN_STRIPS : UP_STRIPS) + strip;
+    return (DOWN ? A.columns.w2 : A.columns.w13) + (u64)first * STRIP_BYTES;
   }
 
   // Shared address of the copies of this warp's strip. x: that of all dynamic shared memory.
@@ -209,9 +206,10 @@ struct StripColumns {
 
   // Copy a strip's columns, by one of the warps that share it; all have used what was copied before.
   static DEVICE void copy(const MoeArguments& A, int expert, int strip, int lane, u32 x, u32 barrier) {
-    if (lane == 0) barrier_expect(barrier, STRIP_BYTES);
-    if (lane < PIECES)
-      bulk_copy(copies(A, x) + lane * PIECE, rows(A, expert, strip) + lane * HIGH, PIECE, barrier);
+    if (lane == 0) {
+      barrier_expect(barrier, STRIP_BYTES);
+      bulk_copy(copies(A, x), columns(A, expert, strip), STRIP_BYTES, barrier);
+    }
   }
 
   // acc, sums of a strip or of a part of it, to final units; += columns x hot values. hot: shared
@@ -225,9 +223,8 @@ struct StripColumns {
       barrier_wait(barrier, phase);
       phase ^= 1;
       if (part * COUNT < ALL)
-        ColumnPart<COUNT, LOW, NEAR, GROUP>::multiply_copied(
-            acc, copies(A, x) + (lane >> 2) * FIRST + part * (2 * COUNT), hot + part * (2 * COUNT),
-            lane & 3);
+        ColumnPart<COUNT, ALL, GROUP>::multiply_copied(
+            acc, copies(A, x) + at(part * COUNT), hot + part * (2 * COUNT), lane);
     } else {
       add(A, acc, slots, expert, strip, lane, hot);
     }
@@ -238,15 +235,15 @@ struct StripColumns {
                          int expert, int strip, int lane, u32 hot) {
     if constexpr (ALL > 0) {
       constexpr int BEGIN = COUNT < 64 ? COUNT : 64, REST = COUNT - BEGIN;
-      const u8* mine = rows(A, expert, strip) + (lane >> 2) * FIRST;
-      ColumnPart<BEGIN, LOW, HIGH, GROUP> begin;
-      begin.load(mine, lane & 3);
+      const u8* source = columns(A, expert, strip);
+      ColumnPart<BEGIN, ALL, GROUP> begin;
+      begin.load(source, lane);
       to_units(acc, slots, lane);
-      begin.multiply(acc, hot, lane & 3);
+      begin.multiply(acc, hot, lane);
       if constexpr (REST > 0) {
-        ColumnPart<REST, LOW, HIGH, GROUP> rest;
-        rest.load(mine + 2 * BEGIN, lane & 3);
-        rest.multiply(acc, hot + 2 * BEGIN, lane & 3);
+        ColumnPart<REST, ALL, GROUP> rest;
+        rest.load(source + at(BEGIN), lane);
+        rest.multiply(acc, hot + 2 * BEGIN, lane);
       }
     }
   }
