@@ -4,10 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from quads_common.activation import Activation
 from quads_common.compensation import serving
+from quads_common.compensation.controller import Compensator
+from quads_common.compensation.layers import Runtime
 from quads_common.options import QuadsOptions
+from quads_common.weight_tiles import TileLayout
 from tests.vllm.test_options import config
 from vllm_quads.fused_moe import QuadsMoEMethod
 from vllm_quads.refusals import check_supported
@@ -49,3 +53,45 @@ def test_hopper_layers_with_bf16_columns(monkeypatch):
     )  # fmt: skip
     assert QuadsMoEMethod._choose_backend(method, 128, 2048, 192)
     assert calls[0][6:] == (False, True, (64, 16))
+
+
+class Experts(nn.Module):
+    """What ``QuadsMoEMethod`` asks of a layer: two experts of one rank."""
+
+    def __init__(self):
+        super().__init__()
+        parallel = SimpleNamespace(tp_size=1, tp_rank=0)
+        self.moe_config = SimpleNamespace(
+            moe_parallel_config=parallel, num_experts=2, experts_per_token=1, has_bias=False
+        )
+        self.activation, self.expert_map = SimpleNamespace(value="silu"), None
+        self.load_weights = None
+
+
+@pytest.mark.parametrize("backend", ["hopper", "emulated"])
+def test_columns_lie_in_memory_as_the_weights_do(monkeypatch, backend):
+    """Where the backend reads tiled weights columns are tiled, of w13 and of w2 each its way."""
+    monkeypatch.setattr(serving, "moe_backend", lambda *a: (backend, None))
+    options = QuadsOptions(method="foursight")
+    chosen, layer = options.compensation, Experts()
+    compensator = Compensator(chosen, tp_size=1, log=None)
+    runtime = Runtime(compensator, chosen, period=1, max_tokens=8)
+    method = QuadsMoEMethod(options, layer, "experts", "auto", backend, runtime)
+    method.create_weights(layer, 2, 256, 128, torch.bfloat16)
+    gate, up, down = (torch.randn(s).bfloat16() for s in ((128, 256), (128, 256), (256, 128)))
+    channels = [layer.quads_w13_selection_channels, layer.quads_w2_selection_channels]
+    for lists in channels:
+        lists.copy_(torch.randperm(128)[: lists.shape[1]])
+    for shard, tensor in (("w1", gate), ("w2", down), ("w3", up)):
+        param = layer.w2_weight if shard == "w2" else layer.w13_weight
+        param.weight_loader(param, tensor, f"experts.1.{shard}", shard, 1)
+    wanted = [
+        weight[:, lists[-1].long()]
+        for weight, lists in zip((torch.cat((gate, up)), down), channels, strict=True)
+    ]
+    if backend == "hopper":
+        layouts = TileLayout(gate_up=True), TileLayout(gate_up=False)
+        wanted = [a.tile_columns(w) for a, w in zip(layouts, wanted, strict=True)]
+    for stored, want in zip((layer.quads_w13_columns, layer.quads_w2_columns), wanted, strict=True):
+        assert torch.equal(stored[1], want)
+        assert not stored[0].any()
