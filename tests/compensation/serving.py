@@ -1,12 +1,15 @@
 """Two small inputs, a rank that has both, and what serves rows to their statistics."""
 
 import torch
+from torch import nn
 
 from quads_common.compensation import CompensationOptions, Site
 from quads_common.compensation.controller import Compensator
+from quads_common.compensation.layers import Runtime
 from quads_common.compensation.observe import observe
 from quads_common.compensation.sampling import sampled_rows
 from quads_common.compensation.state import SiteState
+from quads_common.options import QuadsOptions
 from quads_common.weight_tiles import TileLayout
 from quads_common.weight_units import WeightUnits
 from tests.common.samples import normal
@@ -87,3 +90,31 @@ def serve(compensator, chosen, seed=1) -> None:
     feed(first, rows_with(PLANTED, 64, seed), chosen)
     for expert in range(EXPERTS):
         feed(second, rows_with(PLANTED, 64, seed + expert), chosen, expert)
+
+
+def runtime_of(options: QuadsOptions) -> Runtime:
+    """Of a rank whose engine compensates with these options."""
+    chosen = options.compensation
+    compensator = Compensator(chosen, tp_size=1, log=None)
+    return Runtime(compensator, chosen, period=1, max_tokens=8)
+
+
+def check_columns_of_layer(layer: nn.Module, tiled: bool) -> None:
+    """Load the second of two experts, I = 128 and H = 256, and compare its columns and theirs."""
+    gate, up, down = (torch.randn(s).bfloat16() for s in ((128, 256), (128, 256), (256, 128)))
+    channels = [layer.quads_w13_selection_channels, layer.quads_w2_selection_channels]
+    for lists in channels:
+        lists.copy_(torch.randperm(128)[: lists.shape[1]])
+    for shard, tensor in (("w1", gate), ("w2", down), ("w3", up)):
+        param = layer.w2_weight if shard == "w2" else layer.w13_weight
+        param.weight_loader(param, tensor, f"experts.1.{shard}", shard, 1)
+    wanted = [
+        weight[:, lists[-1].long()]
+        for weight, lists in zip((torch.cat((gate, up)), down), channels, strict=True)
+    ]
+    if tiled:
+        layouts = TileLayout(gate_up=True), TileLayout(gate_up=False)
+        wanted = [a.tile_columns(w) for a, w in zip(layouts, wanted, strict=True)]
+    for stored, want in zip((layer.quads_w13_columns, layer.quads_w2_columns), wanted, strict=True):
+        assert torch.equal(stored[1], want)
+        assert not stored[0].any()

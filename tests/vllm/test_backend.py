@@ -8,10 +8,8 @@ from torch import nn
 
 from quads_common.activation import Activation
 from quads_common.compensation import serving
-from quads_common.compensation.controller import Compensator
-from quads_common.compensation.layers import Runtime
 from quads_common.options import QuadsOptions
-from quads_common.weight_tiles import TileLayout
+from tests.compensation.serving import check_columns_of_layer, runtime_of
 from tests.vllm.test_options import config
 from vllm_quads.fused_moe import QuadsMoEMethod
 from vllm_quads.refusals import check_supported
@@ -72,26 +70,7 @@ class Experts(nn.Module):
 def test_columns_lie_in_memory_as_the_weights_do(monkeypatch, backend):
     """Where the backend reads tiled weights columns are tiled, of w13 and of w2 each its way."""
     monkeypatch.setattr(serving, "moe_backend", lambda *a: (backend, None))
-    options = QuadsOptions(method="foursight")
-    chosen, layer = options.compensation, Experts()
-    compensator = Compensator(chosen, tp_size=1, log=None)
-    runtime = Runtime(compensator, chosen, period=1, max_tokens=8)
-    method = QuadsMoEMethod(options, layer, "experts", "auto", backend, runtime)
+    options, layer = QuadsOptions(method="foursight"), Experts()
+    method = QuadsMoEMethod(options, layer, "experts", "auto", backend, runtime_of(options))
     method.create_weights(layer, 2, 256, 128, torch.bfloat16)
-    gate, up, down = (torch.randn(s).bfloat16() for s in ((128, 256), (128, 256), (256, 128)))
-    channels = [layer.quads_w13_selection_channels, layer.quads_w2_selection_channels]
-    for lists in channels:
-        lists.copy_(torch.randperm(128)[: lists.shape[1]])
-    for shard, tensor in (("w1", gate), ("w2", down), ("w3", up)):
-        param = layer.w2_weight if shard == "w2" else layer.w13_weight
-        param.weight_loader(param, tensor, f"experts.1.{shard}", shard, 1)
-    wanted = [
-        weight[:, lists[-1].long()]
-        for weight, lists in zip((torch.cat((gate, up)), down), channels, strict=True)
-    ]
-    if backend == "hopper":
-        layouts = TileLayout(gate_up=True), TileLayout(gate_up=False)
-        wanted = [a.tile_columns(w) for a, w in zip(layouts, wanted, strict=True)]
-    for stored, want in zip((layer.quads_w13_columns, layer.quads_w2_columns), wanted, strict=True):
-        assert torch.equal(stored[1], want)
-        assert not stored[0].any()
+    check_columns_of_layer(layer, tiled=backend == "hopper")
