@@ -11,11 +11,12 @@ A tiled weight has the same tensors, shapes and bytes in another order:
   with the signs of codes 0, 2, 3, 1 in bits 15 to 12 and the magnitudes of codes 0 to 3 in bits 11
   to 0: what becomes a 16-bit float by shifts and masks, two codes at a time.
 
-BF16 columns of such a weight (``operands.gather_columns``) have their rows in the same order; of 8
-rows that follow each other there, 16 columns are contiguous, and 16 follow 16.
+BF16 columns of such a weight, [N, C] (``operands.gather_columns``), are stored with their rows in
+the order of places as [N / 8, C / 16, 8, 16]: of 8 rows 16 columns are contiguous. If C is no
+multiple of 16, the last columns of 8 rows are a narrower [8, C % 16].
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +27,7 @@ __all__ = ["COLUMNS_TOGETHER", "TILE_K", "TILE_ROWS", "TileLayout"]
 
 TILE_ROWS = 32
 TILE_K = 128
-# Of 8 rows.
-COLUMNS_TOGETHER = 16
+COLUMNS_TOGETHER = 16  # BF16 columns that 8 rows have beside each other
 _TILE_BYTES = TILE_K // 2
 _TILE_BLOCKS = TILE_K // 16
 _UNIT_ORDER = [0, 2, 1, 3]
@@ -80,23 +80,50 @@ class TileLayout:
         )
 
     def tile_columns(self, columns: torch.Tensor) -> torch.Tensor:
-        """Canonical [..., N, C] bf16, any C, to tiled, in a new tensor of the same shape.
+        """Canonical BF16 columns [..., N, C] to tiled, in a new tensor of the same shape.
 
         Raises:
             ValueError: N is no multiple of 32.
         """
-        self._check((columns.shape[-2], TILE_K))
-        rows = self._reorder(columns, columns.shape[-1], inverse=False)
-        pieces = rows.unflatten(-2, (-1, 8)).split(COLUMNS_TOGETHER, -1)
-        return torch.cat([p.flatten(-2) for p in pieces], -1).reshape(columns.shape)
+        tiled = torch.empty_like(columns, memory_format=torch.contiguous_format)
+        for some, view in self.columns_in_order(tiled):
+            view.copy_(columns[..., some].reshape(view.shape))
+        return tiled
 
-    def untile_columns(self, columns: torch.Tensor) -> torch.Tensor:
-        """Undo ``tile_columns``, in a new tensor."""
-        *lead, rows, count = columns.shape
-        self._check((rows, TILE_K))
-        pieces = columns.reshape(*lead, rows // 8, 8 * count).split(8 * COLUMNS_TOGETHER, -1)
-        found = torch.cat([p.unflatten(-1, (8, -1)) for p in pieces], -1)
-        return self._reorder(found.reshape(columns.shape), count, inverse=True)
+    def untile_columns(self, tiled: torch.Tensor) -> torch.Tensor:
+        """Undo ``tile_columns``, in a new tensor. Raises as it does."""
+        columns = torch.empty_like(tiled)
+        for some, view in self.columns_in_order(tiled):
+            columns[..., some] = view.reshape(columns[..., some].shape)
+        return columns
+
+    def columns_in_order(self, tiled: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Views of tiled columns [..., N, C], contiguous, for reading and writing.
+
+        Each is of some columns and has, as a tensor of more dimensions, their elements in canonical
+        order: ``view.reshape(..., N, columns)``. One, or a second one of the last C % 16 columns.
+
+        Raises:
+            ValueError: N is no multiple of 32.
+        """
+        *lead, rows, count = tiled.shape
+        if rows % TILE_ROWS:
+            raise ValueError(
+                f"tiled columns need rows in multiples of {TILE_ROWS}, got {list(tiled.shape)}"
+            )
+        eights = tiled.view(*lead, rows // TILE_ROWS, 4, 8 * count)
+        whole = count // COLUMNS_TOGETHER * COLUMNS_TOGETHER
+        for some in (slice(0, whole), slice(whole, count)):
+            width = min(some.stop - some.start, COLUMNS_TOGETHER)
+            if width == 0:
+                continue
+            piece = eights[..., 8 * some.start : 8 * some.stop].unflatten(-1, (-1, 8, width))
+            if self.gate_up:  # tile, gate or up, which 8, columns, row, column
+                piece, order = piece.unflatten(-4, (2, 2)), (1, 0, 2, 4, 3, 5)
+            else:  # tile, r % 4, columns, r // 4, column
+                order = (0, 3, 1, 2, 4)
+            first = len(lead)
+            yield some, piece.permute(*range(first), *(first + i for i in order))
 
     def _check(self, shape: Sequence[int]) -> None:
         if not self.fits(*shape[-2:]):
@@ -105,10 +132,10 @@ class TileLayout:
                 f"{TILE_K}, got {list(shape)}"
             )
 
-    def _reorder(self, tensor: torch.Tensor, width: int, inverse: bool) -> torch.Tensor:
+    def _reorder(self, bytes_: torch.Tensor, width: int, inverse: bool) -> torch.Tensor:
         """[..., N, columns] with ``width`` columns in a tile, to or from the order of tiles."""
-        *lead, rows, columns = tensor.shape
-        tiles = columns // width if width else 0
+        *lead, rows, columns = bytes_.shape
+        tiles = columns // width
         high, low = (2, 16) if self.gate_up else (8, 4)
         if self.gate_up:  # rows: gate or up, tile, row; in a tile: gate or up, row
             split, order = (2, rows // TILE_ROWS, low, tiles, width), (1, 3, 0, 2, 4)
@@ -119,8 +146,8 @@ class TileLayout:
         if inverse:
             tiled = [*lead, *(split[i] for i in order)]
             back = sorted(range(len(dims)), key=dims.__getitem__)
-            return tensor.reshape(tiled).permute(back).reshape(tensor.shape).contiguous()
-        return tensor.reshape(*lead, *split).permute(dims).reshape(tensor.shape).contiguous()
+            return bytes_.reshape(tiled).permute(back).reshape(bytes_.shape).contiguous()
+        return bytes_.reshape(*lead, *split).permute(dims).reshape(bytes_.shape).contiguous()
 
 
 def _to_fields(units: torch.Tensor) -> torch.Tensor:

@@ -84,9 +84,10 @@ def test_each_bf16_column_is_where_it_is_said_to_be(layout, count):
 
 
 def test_columns_of_other_shapes_are_refused():
-    with pytest.raises(ValueError, match=r"rows in multiples of 32"):
+    message = r"tiled columns need rows in multiples of 32, got \[2, 48, 16\]"
+    with pytest.raises(ValueError, match=message):
         TileLayout(True).tile_columns(torch.zeros(2, 48, 16))
-    with pytest.raises(ValueError, match=r"rows in multiples of 32"):
+    with pytest.raises(ValueError, match=message):
         TileLayout(True).untile_columns(torch.zeros(2, 48, 16))
 
 

@@ -319,13 +319,15 @@ def plain_layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
 
 def tiled_layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
     """Tiled weights give what canonical ones do, up to the order of sums."""
-    hidden, inner, experts, top_k = (128, 128, 2, 1) if quick else next(iter(shapes.values()))
+    hidden, inner, experts, top_k = (128, 128, 3, 1) if quick else next(iter(shapes.values()))
     generator = torch.Generator(device).manual_seed(37)
     w13 = random_weight(experts, 2 * inner, hidden, generator=generator, device=device)
     w2 = random_weight(experts, hidden, inner, generator=generator, device=device)
     tiled = GATE_UP.tile(w13), DOWN.tile(w2)
     x = random_rows(3 if quick else 64, hidden, generator=generator, device=device)
     ids = random_ids(len(x), top_k, experts, torch.Generator().manual_seed(1)).to(device)
+    if quick:
+        ids = torch.arange(3, device=device).unsqueeze(1)  # all of them; the last has no channels
     router = torch.rand(ids.shape, generator=generator, device=device)
     for name, exact in (
         ("splice rac", False),
@@ -334,8 +336,9 @@ def tiled_layers(device: str, shapes: dict, quick: bool) -> Iterator[Check]:
         ("columns rac", True),
     ):
         first = PRESETS[name].lists(hidden, 1, 2 * inner, device)
-        if first.columns is not None:
-            columns = first.columns.expand(experts, -1, -1).contiguous()
+        if first.columns is not None:  # another one for each expert
+            size = (experts, *first.columns.shape[1:])
+            columns = torch.randn(size, generator=generator, device=device).bfloat16()
             first = replace(first, columns=columns)
         lists: dict = {
             "w13_input": first,

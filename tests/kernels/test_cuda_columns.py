@@ -6,6 +6,7 @@ they take. Layers are compared on a GPU: ``tests/gpu/check_compensation_kernels.
 """
 
 import ctypes
+import itertools
 import re
 import shutil
 import subprocess
@@ -73,27 +74,32 @@ def test_sum_over_columns(tmp_path, first, count, columns, gate_up):
     command = [
         "g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas",
         f"-I{FOLDER}", f"-DCOLUMN_COUNT={count}", f"-DALL_COLUMNS={columns}",
-        f"-DFIRST_COLUMN={first}", source, "-o", f"{tmp_path}/columns.so",
+        f"-DFIRST_COLUMN={first}", "-DSTRIPS_OF_EXPERT=3", source, "-o", f"{tmp_path}/columns.so",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     generator = torch.Generator().manual_seed(count)
     # Small integers: sums are exact in any order.
     weight, hot = (
-        torch.randint(-8, 9, (rows, columns), generator=generator).bfloat16() for rows in (32, 16)
+        torch.randint(-8, 9, (*rows, columns), generator=generator).bfloat16()
+        for rows in ((2, 96), (16,))
     )
     tiled = TileLayout(gate_up).tile_columns(weight)
-    # The places of a strip: see ``weight_tiles``.
-    places = weight if gate_up else weight.unflatten(0, (8, 4)).transpose(0, 1).flatten(0, 1)
-    mine = slice(first, first + count)
-    want = places[:, mine].float() @ hot[:, mine].float().T
     shared = torch.nn.functional.pad(hot, (0, 16), value=torch.nan).flatten()
-    shared = torch.cat((shared, tiled.flatten()))
+    shared = torch.cat((shared, torch.full((32 * columns,), torch.nan).bfloat16()))
+    mine = slice(first, first + count)
+    sums = weight[..., mine].float() @ hot[:, mine].float().T
+    # The places of strips: see ``weight_tiles``.
+    if gate_up:
+        places = sums.unflatten(1, (2, 3, 16)).transpose(1, 2).reshape(2, 3, 32, 16)
+    else:
+        places = sums.unflatten(1, (3, 8, 4)).transpose(2, 3).reshape(2, 3, 32, 16)
     run = ctypes.CDLL(f"{tmp_path}/columns.so")
-    for copied in (False, True):
+    for expert, strip, copied in itertools.product(range(2), range(3), (False, True)):
         y = torch.full((32, 16), torch.nan)
-        run.multiply(*(ctypes.c_void_p(t.data_ptr()) for t in (tiled, shared, y)), copied)
-        assert torch.equal(y, want)
+        source, values, sums_at = (ctypes.c_void_p(t.data_ptr()) for t in (tiled, shared, y))
+        run.multiply(source, expert, strip, values, sums_at, copied)
+        assert torch.equal(y, places[expert, strip])
 
 
 @pytest.mark.parametrize("columns", [(64, 32), (16, 0), (0, 128), (128, 128), (48, 80)], ids=str)

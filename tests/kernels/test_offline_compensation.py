@@ -156,9 +156,11 @@ def test_statistics_contract_nothing(form, capability):
 
 
 TILES = {(linear_config(rows), 2048) for rows in (1, 20, 500)}
+TILED = set()
 for tokens in (1, 16, 128, 256, 4096):
     both = moe_config(tokens, 8, 128)
     TILES |= {(both.gemm1, 2048), (both.gemm2, 768)}
+    TILED |= {(both.gemm1, 2048, "gate_up"), (both.gemm2, 768, "rows")}
 
 
 @pytest.mark.parametrize(
@@ -177,6 +179,13 @@ def test_gemms_do_not_spill(config, k, stored, channels):
 def test_gemms_of_tiled_weights_do_not_spill():
     config = exact_config(moe_config(128, 8, 128).gemm1, 2)
     compiled = gemm(90, config, 2048, 2, 0, "gate_up")
+    assert compiled.stack == 0
+    assert not contracted(compiled)
+
+
+@pytest.mark.parametrize("config, k, order", sorted(TILED, key=str), ids=str)
+def test_tiled_columns_do_not_spill(config, k, order):
+    compiled = gemm(90, config, k, 1, 64, order)
     assert compiled.stack == 0
     assert not contracted(compiled)
 

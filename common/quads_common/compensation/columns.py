@@ -104,7 +104,9 @@ class SiteColumns:
         good: torch.Tensor,
     ) -> None:
         hot = channels[unit if channels.shape[0] == columns.shape[0] else 0]
-        found = gather_columns(weight, hot)
+        found, stored = gather_columns(weight, hot), columns[unit]
+        views = [(slice(None), stored)]
         if self.layout is not None:
-            found = self.layout.tile_columns(found)
-        columns[unit].copy_(torch.where(good, found, columns[unit]))
+            views = list(self.layout.columns_in_order(stored))
+        for some, view in views:
+            view.copy_(torch.where(good, found[:, some].reshape(view.shape), view))

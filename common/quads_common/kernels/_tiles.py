@@ -8,6 +8,10 @@ Offsets are in blocks: 8 bytes of codes, one scale byte; of BF16 columns, in ele
 import triton
 import triton.language as tl
 
+from quads_common.weight_tiles import COLUMNS_TOGETHER
+
+TOGETHER = tl.constexpr(COLUMNS_TOGETHER)
+
 
 @triton.jit
 def place_in_tile(row, n, TILED: tl.constexpr):
@@ -41,16 +45,18 @@ def tiled_column(block):
 
 @triton.jit
 def bf16_column(row, channel, expert, n, CHANNELS: tl.constexpr, TILED: tl.constexpr):
-    """Offset of column ``channel`` of a row of an expert's [n, CHANNELS] (``tile_columns``): of 8
-    rows 16 columns are together, at the end fewer. TILED "no": rows follow each other."""
+    """Offset of column ``channel`` of a row of an expert's [n, CHANNELS] (``tile_columns``).
+
+    TILED: as of ``place_in_tile``, or "no": canonical.
+    """
     if TILED == "no":
         offset = (expert * n + row) * CHANNELS + channel
     else:
         tile, place = place_in_tile(row, n, TILED)
-        first = channel // 16 * 16
-        width = tl.minimum(CHANNELS - first, 16)
+        first = channel // TOGETHER * TOGETHER
+        width = tl.minimum(CHANNELS - first, TOGETHER)
         rows = (expert * (n // 8) + tile * 4 + place // 8) * (8 * CHANNELS)
-        offset = rows + first * 8 + place % 8 * width + channel % 16
+        offset = rows + first * 8 + place % 8 * width + channel % TOGETHER
     return offset
 
 

@@ -7,6 +7,7 @@
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
+typedef unsigned long long u64;
 struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
 #define DEVICE inline
@@ -52,11 +53,13 @@ DEVICE void mma(float* d, const u32* a, u32 b0, u32 b1) {
 
 constexpr int ROW = 2 * ALL_COLUMNS + 32;
 
-// columns: bfloat16 [32, ALL_COLUMNS], tiled, of which COLUMN_COUNT from FIRST_COLUMN on are multiplied.
-// hot: shared memory, bfloat16 [16, ROW / 2], and behind it the columns, which are taken from there if
-// `copied`. y: [32, 16], the sums of all places of a strip.
-extern "C" void multiply(const u8* columns, u8* hot, float* y, int copied) {
+// columns: bfloat16 [experts, 32 * STRIPS_OF_EXPERT, ALL_COLUMNS], tiled, of which COLUMN_COUNT from FIRST_COLUMN on
+// are multiplied. hot: shared memory, bfloat16 [16, ROW / 2], and behind it room for a strip's columns,
+// which are taken from there if `copied`. y: [32, 16], the sums of all places of a strip.
+extern "C" void multiply(const u8* columns, int expert, int strip, u8* hot, float* y, int copied) {
   memory = hot;
+  columns = strip_columns<ALL_COLUMNS, STRIPS_OF_EXPERT>(columns, expert, strip);
+  memcpy(memory + 16 * ROW, columns, 64 * ALL_COLUMNS);
   std::barrier<> barrier(32);
   all = &barrier;
   std::vector<std::thread> lanes;
@@ -66,7 +69,7 @@ extern "C" void multiply(const u8* columns, u8* hot, float* y, int copied) {
       const int g = lane >> 2, t = lane & 3;
       float acc[2][2][4] = {};
       using Part = ColumnPart<COLUMN_COUNT, ALL_COLUMNS, 8 * ROW>;
-      const u32 first = 16 * FIRST_COLUMN, values = g * ROW + 2 * FIRST_COLUMN;
+      const u32 first = columns_before(FIRST_COLUMN), values = g * ROW + 2 * FIRST_COLUMN;
       if (copied) {
         Part::multiply_copied(acc, 16 * ROW + first, values, lane);
       } else {

@@ -1,7 +1,7 @@
 // What a thread block does with the rows of a block besides multiplying them: fetch, keep, gather hot
 // values, quantize; sums over warps. See moe.cu.
 #pragma once
-#include "strips.cuh"
+#include "strip_columns.cuh"
 
 // Start the copies of a block's rows and note what its slots need for GEMM1 (UP), GEMM2 (DOWN) or
 // both. All threads; a barrier must follow.

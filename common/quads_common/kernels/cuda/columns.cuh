@@ -11,16 +11,27 @@ struct Columns {
   int buffer;           // where warps' copies of columns begin in shared memory
 };
 
-// COUNT columns, a multiple of 16, of a strip of ALL tiled ones (`TileLayout.tile_columns`): of 8 rows
-// 16 columns together. A lane's four weight rows have the places g, g + 8, g + 16 and g + 24 in a strip.
-// Of every 32 columns lane t of a quad has 8 that follow each other, of 16 that are left over 4; the hot
-// values are read likewise, and a sum may take K in any order. So a warp's loads are of contiguous bytes.
+// Columns are tiled (`weight_tiles`): of 8 rows, 16 columns lie together. How far behind the first of a
+// strip another one is, in bytes.
+DEVICE u32 columns_before(int column) { return 8 * 2 * column; }
+
+// The first of ALL columns of a strip, where every expert has STRIPS.
+template <int ALL, int STRIPS>
+DEVICE const u8* strip_columns(const u8* columns, int expert, int strip) {
+  return columns + (u64)(u32)(expert * STRIPS + strip) * (32 * 2 * ALL);
+}
+
+// COUNT columns, a multiple of 16, of a strip of ALL. A lane's four weight rows have the places g,
+// g + 8, g + 16 and g + 24 in a strip. A sum may take K in any order, so of every 32 columns lane t of a
+// quad has 8 that follow each other, of 16 that are left over 4, and of the hot values the same.
+//
+// A warp's load is of 512 or 256 contiguous bytes. Of copies in shared memory, where 8 lanes load at a
+// time, lanes t and t + 2 meet in the same banks.
 //
 // In shared memory the hot values of 8 slots further are GROUP bytes behind.
 template <int COUNT, int ALL, int GROUP>
 struct ColumnPart {
-  static constexpr int WHOLE = COUNT / 32, LEFT = COUNT % 32, ROWS = 8 * 2 * ALL;
-  static constexpr u32 TILE = 8 * 16 * 2;
+  static constexpr int WHOLE = COUNT / 32, LEFT = COUNT % 32, ROWS = 8 * 2 * ALL, TILE = 8 * 2 * 16;
 
   // Where a lane's columns begin in two tiles, and in one that is left over.
   static DEVICE u32 in_two(int lane) { return (lane & 2) / 2 * TILE + (lane >> 2) * 32 + (lane & 1) * 16; }
