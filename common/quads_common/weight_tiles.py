@@ -119,9 +119,9 @@ class TileLayout:
                 continue
             piece = eights[..., 8 * some.start : 8 * some.stop].unflatten(-1, (-1, 8, width))
             if self.gate_up:  # tile, gate or up, which 8, columns, row, column
-                piece, order = piece.unflatten(-4, (2, 2)), (1, 0, 2, 4, 3, 5)
+                piece, order = piece.unflatten(-4, (2, 2)), [1, 0, 2, 4, 3, 5]
             else:  # tile, r % 4, columns, r // 4, column
-                order = (0, 3, 1, 2, 4)
+                order = [0, 3, 1, 2, 4]
             first = len(lead)
             yield some, piece.permute(*range(first), *(first + i for i in order))
 
